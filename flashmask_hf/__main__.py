@@ -1,4 +1,4 @@
-"""Command `python -m flashmask_hf`: print what serves attention on this machine, and test that it is right.
+"""Command `python -m flashmask_hf`: print and test what serves attention here.
 
 `python -m flashmask_hf run PROGRAM ...` runs a program with the backend registered instead (`flashmask_hf.run`).
 """

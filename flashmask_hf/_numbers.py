@@ -1,4 +1,4 @@
-"""Checks of numbers: of arguments on the host, and of tensors without waiting for their device."""
+"""Checks of numbers, in arguments and in tensors."""
 
 from __future__ import annotations
 

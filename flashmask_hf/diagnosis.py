@@ -116,7 +116,7 @@ def _registration() -> tuple[list[str], bool]:
 
 
 def _implementations(device: torch.device) -> list[str]:
-    """Return a table of the implementation of every dtype and head_dim, with notes why it is not the best."""
+    """Return a table of implementations by dtype and head_dim, with notes."""
     choices = {(dtype, n): choose(device, dtype, n, n) for dtype in _DTYPES for n in _HEAD_DIMS}
     served = {choice.impl for choice in choices.values()}
     best = next((impl for impl in ("hopper", "triton") if impl in served), None)
@@ -162,7 +162,7 @@ def _self_test(device: torch.device) -> Iterator[tuple[str, bool]]:
 
 
 def _compare(mask: FlashMask, dtype: torch.dtype) -> tuple[str, bool]:
-    """Return the relative errors of the default implementation, and whether they are within the tests' error budget.
+    """Return the default implementation's relative errors, and whether they fit the tests' error budget.
 
     The budget is twice the error of eager code in the same dtype, plus rounding.
     """
@@ -198,5 +198,5 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def _entry(name: str, text: str) -> list[str]:
-    """Return the lines of a text behind its name, wrapped in a column of its own."""
+    """Return the wrapped lines of a text behind its name."""
     return textwrap.wrap(text, _WIDTH, initial_indent=f"{name:<14}", subsequent_indent=" " * 14)

@@ -74,7 +74,7 @@ def causal_starts(q_len: int, kv_len: int, device: torch.device) -> Tensor:
 def without_causal_flag(indices: Tensor, causal: bool, q_len: int) -> Tensor:
     """Return `indices` of the same mask without the causal flag, int32 [B, Hm, Skv, n].
 
-    The flag becomes the interval [0, UTE), so n = 1 becomes 2 and n = 2 becomes 4.
+    n = 1 becomes 2, and n = 2 becomes 4.
 
     Args:
         indices: int32 [B, Hm, Skv, n].
@@ -150,7 +150,7 @@ def pack_runs(runs: Runs, causal: bool, q_len: int) -> Tensor:
         end = ends[..., 0].masked_fill(none, q_len)
         columns = [start] if bool((end == q_len).all()) else [start, end]
         return torch.stack(columns, -1).to(torch.int32)
-    # A single run from row 0 is the upper interval, any other single run the lower one. Of two runs the first is upper.
+    # A single run is upper if it starts at row 0, else lower. Of two runs the first is upper.
     upper = two | ((count == 1) & (starts[..., 0] == 0) & (ends[..., 0] < q_len))
     lower = two | ((count == 1) & ~upper)
     lts = torch.where(lower, starts[..., 1], q_len)

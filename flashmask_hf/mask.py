@@ -101,7 +101,7 @@ class FlashMask:
         self._plan: Any = None
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
-        """Copy and pickle the mask without its plan: a copy's indices count versions from 0 again."""
+        """Copy and pickle the mask without its plan."""
         make, arguments, state, *rest = super().__reduce_ex__(max(int(protocol), 2))
         if isinstance(state, tuple):  # a subclass may define another state
             state = state[0], {**state[1], "_plan": None}
@@ -109,7 +109,7 @@ class FlashMask:
 
     @property
     def indices(self) -> Tensor:
-        """The intervals, int32 [B, Hm, Skv, n]; read-only, because the mask caches the plan of its tensor.
+        """The intervals, int32 [B, Hm, Skv, n]; read-only, because the mask caches their plan.
 
         Attention notices changes in place by PyTorch's operators and other memory (`indices.data = x`,
         `torch.utils.swap_tensors`). It misses writes that bypass the tensor's version counter: through `indices.data`,
@@ -250,7 +250,7 @@ class FlashMask:
         return FlashMask(count_rows_before(indices, numbers), causal=False, q_len=len(numbers))
 
     def validate(self, q_len: int | None = None) -> FlashMask:
-        """Check every value and return the mask. Waits for the device: for tests and data code.
+        """Check every value and return the mask. Waits for the device.
 
         Raises:
             ValueError: a value lies outside 0..Sq; or an interval's start is greater than its end, probably from
@@ -320,7 +320,7 @@ class FlashMask:
 
     @classmethod
     def from_columns(cls, visible: Callable[[int, int], Tensor], kv_len: int, causal: bool) -> FlashMask:
-        """Build a mask with the smallest n that fits from dense columns, a few at a time, in linear memory.
+        """Build a mask with the smallest n that fits from dense columns, in linear memory.
 
         Args:
             visible: (first, last) -> bool [B, H, Sq, last - first], True where a query may look.
@@ -424,8 +424,8 @@ class FlashMask:
     ) -> Axes:
         """Draw the mask's tiles (hidden, partial, visible), with the edges of documents marked.
 
-        Edges are bounds that two columns or more share, as in documents. More than 64 are left out. A new figure gets a
-        legend; on your own axes call `ax.legend()`.
+        Edges are bounds that two columns or more share. More than 64 are left out. A new figure gets a legend; on your
+        own axes call `ax.legend()`.
 
         Args:
             path: where to save the picture; None saves nothing.

@@ -1,4 +1,4 @@
-"""Names that transformers, collators and backend agree on: attention implementations, batch keys, and a label."""
+"""Names shared by transformers, collators and backend: attention implementations, batch keys, and a label."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def _percent(share: float) -> str:
 
 
 def _document_edges(lower: Tensor, rows: int) -> tuple[list[int], list[int]]:
-    """Return the edges of documents: where `lower` jumps between bounds that hold for two columns or more each.
+    """Return the edges of documents: where `lower` jumps between bounds of two columns or more each.
 
     Returns:
         the key columns of the jumps, and the query rows that are bounds on either side of one.

@@ -1,4 +1,4 @@
-"""The tile plan: which tiles of the score matrix to walk, built once per mask for all layers and passes.
+"""The tile plan: which tiles of the score matrix to walk, built once per mask.
 
 The score matrix is cut into tiles of `ROWS` query rows and `plan_columns(kv_len)` key columns, and each tile is hidden,
 partial or visible (`flashmask_hf.tiles`). Three tensors hold the classes for both directions of walking it:
@@ -49,7 +49,7 @@ PARTIAL_SEGMENTS = 4
 
 
 class Plan(NamedTuple):
-    """Lists of the tiles to walk; the module's docstring defines their contents."""
+    """Lists of the tiles to walk."""
 
     tiles: Tensor
     """int16 [B, Hm, Tq, Tk]"""

@@ -76,7 +76,7 @@ def is_plain(*tensors: Tensor | None) -> bool:
 
 
 def call_state(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor) -> tuple[Any, ...]:
-    """Return what a call's checks and launches depend on besides its arguments: layouts of tensors, modes of torch."""
+    """Return the layouts of tensors and modes of torch that checks and launches depend on."""
     device = q.device.type
     return (
         q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % 16,
@@ -122,7 +122,7 @@ def is_known_true(condition: bool | torch.SymBool) -> bool:
 
 
 def is_capturing(x: Tensor) -> bool:
-    """Return whether a CUDA graph is being captured on the current stream of the tensor's device."""
+    """Return whether the current stream of the tensor's device captures a CUDA graph."""
     if not x.is_cuda:
         return False
     with device_guard(x):
@@ -147,7 +147,7 @@ def stream_of(x: Tensor) -> tuple[int, int] | None:
 
 
 def device_guard(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which the tensor's GPU is the current device, as launches need it."""
+    """Return a context in which the tensor's GPU is current."""
     if x.is_cuda and x.get_device() != current_gpu():
         return torch.cuda.device(x.device)
     return _UNGUARDED

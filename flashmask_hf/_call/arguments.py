@@ -19,7 +19,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class Arguments(NamedTuple):
-    """The arguments of `flashmask_attention` besides tensors and mask, as its docstring describes them.
+    """The arguments of `flashmask_attention` besides tensors and mask.
 
     A new option needs a field with a default that changes nothing.
     """
@@ -31,7 +31,7 @@ class Arguments(NamedTuple):
 
 
 def check_arguments(q: Tensor, k: Tensor, v: Tensor, mask: FlashMask, sinks: Tensor | None, given: Arguments) -> None:
-    """Check the arguments of `flashmask_attention` against each other; values of tensors are not read.
+    """Check the arguments of `flashmask_attention`, but no values of tensors.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.

@@ -47,7 +47,7 @@ _failed: set[tuple[str, str]] = set()
 
 @dataclass(eq=False)
 class Call:
-    """A resolved call: attention for tensors of one layout and masks of one form, with its prepared launches."""
+    """A resolved call: attention for tensors of one layout, with its prepared launches."""
 
     causal: bool
     """Of the masks."""
@@ -69,7 +69,7 @@ class Call:
     """By pass, whether rows are put in an order, and, for backwards, the layouts of saved tensors."""
 
     def cast(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v in autocast's dtype if it is enabled for them, as SDPA casts them."""
+        """Return q, k and v cast as SDPA casts them under autocast."""
         dtype = self.cast_to
         return (q, k, v) if dtype is None else (q.to(dtype), k.to(dtype), v.to(dtype))
 
@@ -142,7 +142,7 @@ class Call:
         return self._run(("decode",), lambda one: one.decode(self._problem(*tensors)), tensors)
 
     def _run(self, key: tuple[Any, ...], prepare: Callable[[Implementation], Run], tensors: tuple[Any, ...]) -> Any:
-        """Run the pass that is prepared under `key`; prepare it first if no run of it has succeeded."""
+        """Run the pass of `key`; prepare it first if no run has succeeded."""
         run = self._prepared.get(key) or partial(self._prepare_and_run, key, prepare)
         if self.gpu is None or self.gpu == torch_internals.current_gpu():
             return run(*tensors)
@@ -248,7 +248,7 @@ def _make(
 
 
 def _autocast_dtype(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype | None:
-    """Return the dtype to which autocast casts q, k and v, or None; raise TypeError if their dtypes then differ."""
+    """Return autocast's dtype for q, k and v, or None; raise TypeError if their dtypes then differ."""
     dtypes = (q.dtype, k.dtype, v.dtype)
     # Autocast has no device "meta", and casts no float64, as in SDPA.
     if not q.is_meta and torch.is_autocast_enabled(q.device.type) and torch.float64 not in dtypes:

@@ -233,7 +233,7 @@ class Torch(Implementation):
 
 
 class Reference(Implementation):
-    """The dense mask in torch, differentiated by autograd: `flashmask_attention` calls it without a `Call`'s passes."""
+    """The dense mask in torch, differentiated by autograd, without a `Call`'s passes."""
 
     name = "reference"
     takes = Arguments._fields
@@ -299,14 +299,14 @@ def _named(impl: str, request: Request) -> Choice:
 
 
 def _refusal(one: Implementation, request: Request) -> str:
-    """Return the message about an implementation that cannot serve, with the next one that can."""
+    """Return the error's text for an implementation that cannot serve."""
     others = REGISTRY[REGISTRY.index(one) + 1 :]
     way_out = next((f"; impl={x.name!r} can, more slowly" for x in others if x.why_not(request) is None), "")
     return f"impl={one.name!r} cannot serve {one.why_not(request)}{way_out}"
 
 
 def _without_autocast(compute: Callable[..., Any], problem: Problem) -> Run:
-    """Return a pass that computes in the dtypes that the tensors have: the caller has cast them."""
+    """Return a pass that runs without autocast: the caller has cast the tensors."""
     device = problem.q.device.type
 
     def run(*tensors: Any) -> Any:

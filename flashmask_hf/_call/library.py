@@ -85,7 +85,7 @@ def _flatten(function: Callable[..., Any]) -> tuple[Callable[..., Any], Callable
 def _differentiable(registered: Any, derivative: Derivative, pack: Callable[[tuple[Any, ...]], list[Any]]) -> Any:
     """Return the operator's function on the autograd key.
 
-    It calls the operator again below autograd, where dispatch modes see it.
+    It calls the operator again below autograd.
     """
 
     def below_autograd(*inputs: Any) -> Any:

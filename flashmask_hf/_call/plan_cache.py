@@ -69,7 +69,7 @@ class _CachedPlan(NamedTuple):
 
 
 def plan_of(mask: FlashMask, q_len: int) -> Plan:
-    """Return the mask's plan for `q_len` query rows, from the mask's cache if it is valid.
+    """Return the mask's plan for `q_len` query rows, cached if valid.
 
     A counted change of `mask.indices`, other memory and another CUDA stream make a new plan. Nothing is cached for
     tensors made in inference mode, which do not count changes, nor while capturing a CUDA graph or compiling.

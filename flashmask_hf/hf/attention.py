@@ -79,7 +79,7 @@ def layer_mask(
     kwargs: dict[str, Any],
     implementation: str = FLASHMASK,
 ) -> LayerMask:
-    """Return the mask of a layer with whole rows. Arguments and errors are as in `attention_forward`.
+    """Return the mask of a layer with whole rows. Errors are as in `attention_forward`.
 
     Args:
         module: the attention layer.
@@ -104,5 +104,5 @@ def _marked_mask(module: nn.Module, query: Tensor, key: Tensor, rows: Tensor) ->
 
 
 def is_marked(rows: Any) -> TypeGuard[Tensor]:
-    """Return whether a layer's attention_mask has the form of a mask that the hook merged in a model call."""
+    """Return whether a layer's attention_mask has the form of marked rows."""
     return isinstance(rows, Tensor) and rows.dtype == torch.int32 and rows.dim() == 4 and rows.shape[2] in BOUNDS

@@ -1,4 +1,4 @@
-"""One call of a transformers model: its arguments, read once for every check, rewrite and mask."""
+"""One call of a transformers model, its arguments read once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ current.call = _traced.call = None  # a compiler guards on which attributes a th
 
 
 def current_calls() -> _Current:
-    """Return what holds the innermost call: `current`, or while a compiler traces, a holder of the trace's own calls.
+    """Return the holder of the innermost call: `current`, or while a compiler traces, the trace's own.
 
     Dynamo of torch 2.11 reads the class's attribute in place of the thread's.
     """
@@ -122,7 +122,7 @@ class Call:
 
 
 def call_of(config: Any, length: int) -> Call | None:
-    """Return the innermost call of a model with a config of this class, on rows of `length` tokens.
+    """Return the innermost call with a config of this class and rows of `length` tokens.
 
     Some models make masks with a copy of their config for each layer.
     """
@@ -141,7 +141,7 @@ def named_arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def cache_of(kwargs: dict[str, Any]) -> Any:
-    """Return the key-value cache among a model's keywords, or None; transformers 5.24 renamed it to `cache`."""
+    """Return the key-value cache among a model's keywords, `cache` since transformers 5.24, or None."""
     cache = kwargs.get("cache")
     return kwargs.get("past_key_values") if cache is None else cache
 

@@ -1,4 +1,4 @@
-"""Which tokens of a row are one document, and the first and last row of each."""
+"""The documents of a row, with the first and last row of each."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def run_bounds(joined: Tensor) -> tuple[Tensor, Tensor]:
     """Return the first position of each position's run, and one past its last; int64 [B, S] each.
 
     Args:
-        joined: bool [B, S - 1], whether the positions 1..S-1 belong to the run of the position before.
+        joined: bool [B, S - 1], whether positions 1..S-1 continue the run before.
     """
     position = torch.arange(joined.shape[-1] + 1, device=joined.device)
     starts = nn.functional.pad(~joined, (1, 0), value=True)

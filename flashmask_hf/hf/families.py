@@ -1,4 +1,4 @@
-"""What is known of model types of transformers. `docs/models.py` writes the notes of docs/models.md from this table."""
+"""Facts about model types of transformers, from which `docs/models.py` writes the notes of docs/models.md."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ _MODULES = {"causal-conv1d": "causal_conv1d", "mamba-ssm": "mamba_ssm", "flash-l
 
 
 def family_of(config: Any) -> Family:
-    """Return what is known of the model type of a config, or of its class."""
+    """Return the facts about a config's, or config class's, model type."""
     return FAMILIES.get(getattr(config, "model_type", ""), Family())
 
 
@@ -135,7 +135,7 @@ def refuse_unsupported(config_class: type, implementation: str) -> None:
 
 
 def refuse_own_attention(model_class: Any, implementation: str) -> None:
-    """Raise for a model that does not look its attention up by name, as far as its code can be read.
+    """Raise for a model whose code shows that it does not look its attention up by name.
 
     Raises:
         NotImplementedError: the model has attention code of its own.

@@ -103,7 +103,7 @@ def check_layer(module: nn.Module, dropout: float, kwargs: dict[str, Any], imple
 
 
 def check_keywords(module: nn.Module, dropout: float, kwargs: dict[str, Any], implementation: str) -> None:
-    """Raise for keywords that would change the result and are not implemented; warn once of each unknown one.
+    """Raise for unimplemented keywords that would change the result; warn once of each unknown one.
 
     Args:
         module: the attention layer.

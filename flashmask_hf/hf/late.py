@@ -1,4 +1,4 @@
-"""The mask of a layer whose mask the hook did not merge: by its keywords, the hook's columns, or its causality."""
+"""The mask of a layer that the hook did not merge: by keywords, the hook's columns, or causality."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _check_receiver(module: nn.Module, attention_mask: Tensor | None, causal: bo
 
 
 def _check_fit(vectors: Tensor, query: Tensor, key: Tensor) -> None:
-    """Check that device and shape of the mask indices fit a layer's call, without reading their values."""
+    """Check that device and shape of the mask indices fit a layer's call."""
     shape = list(vectors.shape)
     if vectors.device != query.device:
         raise ValueError(f"{VECTORS} is on {vectors.device}, but the layer runs on {query.device}; move it there")
@@ -83,7 +83,7 @@ def _check_fit(vectors: Tensor, query: Tensor, key: Tensor) -> None:
 
 
 def _window_of(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
-    """Return the layer's sliding window: its keyword, or the config's for models that leave it to the mask."""
+    """Return the layer's sliding window: its keyword, or the config's if `window_in_mask`."""
     config: Any = getattr(module, "config", None)
     types = getattr(config, "layer_types", None) or ()
     reads_window = family_of(config).window_in_mask

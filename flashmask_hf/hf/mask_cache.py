@@ -42,7 +42,7 @@ _entries: OrderedDict[Hashable, _Entry] = OrderedDict()
 def cached_mask(
     sources: tuple[Tensor, ...], variant: tuple[Hashable, ...], build: Callable[[], T], *, per_forward: bool = True
 ) -> T:
-    """Return `build()`, or what it returned for another layer or recomputation that reads the same tensors.
+    """Return `build()`, or its earlier result for the same tensors.
 
     Tensors are identified by the memory they view, so aliases from checkpointing find the same mask. There is one entry
     for a first source, a variant and a CUDA stream. It is dropped when the first source is freed, any source changes,

@@ -1,4 +1,4 @@
-"""The mask hook: compiles what transformers asks of a mask, a `mask_function`, into int32 columns.
+"""The mask hook: compiles a `mask_function` of transformers into int32 columns.
 
 The functions of `transformers/masking_utils.py` show each key to the queries of one interval of positions, and are
 traced (`mask_reader.py`).
@@ -179,7 +179,7 @@ def _columns_of(visible: Rows, kv_length: int, q_length: int, q_offset: int | Te
 
 
 def _hide_padding(columns: Tensor, attention_mask: Tensor, q_length: int, kv_offset: int) -> Tensor:
-    """Return columns [B or 1, n, Skv] that also hide the keys where a 2D mask is False, from all rows."""
+    """Return columns [B or 1, n, Skv] that also hide the keys where a 2D mask is False."""
     if attention_mask.dim() != 2:
         raise ValueError(
             f"attention_mask must be 2D [B, S], got shape {list(attention_mask.shape)}; write a dense 3D or 4D "
@@ -199,7 +199,7 @@ def _evaluate(
     q_offset: int | Tensor,
     implementation: str,
 ) -> Tensor:
-    """Return the columns [B, 4, Skv] of any function, by evaluating it on all pairs, a slice of columns at a time."""
+    """Evaluate any function on all pairs, in slices of columns; return its columns [B, 4, Skv]."""
     keys = context.key_positions
     batch, head = torch.arange(context.batch_size, device=keys.device), torch.arange(1, device=keys.device)
     query = torch.arange(q_length, device=keys.device) + q_offset

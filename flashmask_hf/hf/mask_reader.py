@@ -1,4 +1,4 @@
-"""Symbolic tracing of a `mask_function` of transformers: which queries it lets see each key, as intervals.
+"""Symbolic tracing of a `mask_function` of transformers into intervals of queries per key.
 
 The function is called once with symbols in place of the indices of batch entry, head, query and key. An order or a
 distance of query and key, a chunk that both are in, an equal value in a table, and conjunctions and unions of these are
@@ -54,7 +54,7 @@ def trace(mask_function: Callable[..., Any], context: TraceContext) -> Rows | No
 
 
 class TraceContext:
-    """State of one trace: the keys, and the assertions on the tables that the function looks into.
+    """State of one trace: the keys, and the assertions on tables.
 
     Args:
         batch_size: number of batch entries, B.
@@ -292,7 +292,7 @@ class _Ids(_Symbol):
         return self.rows() & other
 
     def rows(self) -> Rows:
-        """Return documents or blocks: tokens with the same id see each other, and are next to each other."""
+        """Return documents or blocks: contiguous tokens with the same id see each other."""
         ids, key = self.table, self.context.key_positions
         joined = ids[:, 1:] == ids[:, :-1]
         start, end = run_bounds(joined)
@@ -367,7 +367,7 @@ class Rows(_Symbol):
         return self.lo == 0 and self.holds_key()
 
     def holds_key(self) -> bool:
-        """Return whether each query sees its own key, or nothing: unions of such intervals are intervals again."""
+        """Return whether each query sees its own key, or nothing: their unions are intervals."""
         return (self.lo is None or self.lo <= 0) and (self.hi is None or self.hi > 0)
 
     def span(self) -> tuple[int | None, int | None] | None:

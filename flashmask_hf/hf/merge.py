@@ -21,7 +21,7 @@ __all__ = ["check_form", "supplied_mask"]
 
 
 def check_form(vectors: Any, causal: bool, config: Any) -> None:
-    """Check dtype and number of bounds of mask indices, and that a model with this config takes them."""
+    """Check the dtype and bounds of mask indices, and that this config's model takes them."""
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
         raise NotImplementedError(
             f"{VECTORS} would reach the encoder, the decoder and the attention between them alike; models with an "
@@ -93,7 +93,7 @@ def supplied_mask(
 
 
 def _refuse_blocks(hooked: Tensor) -> None:
-    """Assert that the hook's columns [B, 1, 4, S] show no key to rows before it, which causal vectors would hide."""
+    """Assert that the hook's columns [B, 1, 4, S] show no key to earlier rows, which causal vectors would hide."""
     row = torch.arange(hooked.shape[3], device=hooked.device)
     pieces = FlashMask(hooked.detach().transpose(2, 3), causal=False).visible_intervals(hooked.shape[3])
     device_assert(

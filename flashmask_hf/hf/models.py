@@ -31,12 +31,12 @@ def own_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Return whether a model or a part of it is compiled, by `torch.compile` or its method `compile`."""
+    """Return whether a model or a part of it is compiled."""
     return any(isinstance(x, OptimizedModule) or x._compiled_call_impl is not None for x in model.modules())
 
 
 class ModelState:
-    """What is known of a model without its submodels, and what its calls have shown.
+    """State of a model without its submodels.
 
     Attributes:
         is_recurrent: whether recurrent or convolutional layers mix its tokens.
@@ -69,7 +69,7 @@ class ModelState:
 
 
 def _position_tables(module: nn.Module, path: str = "") -> Iterator[nn.Embedding]:
-    """Yield the embeddings of positions among a model's own modules, also where PEFT wraps them."""
+    """Yield a model's own embeddings of positions, also where PEFT wraps them."""
     for name, child in module.named_children():
         if isinstance(child, PreTrainedModel):
             continue
@@ -93,5 +93,5 @@ def _find_state(model: Any) -> ModelState:
 
 @torch._dynamo.assume_constant_result
 def _state_at(address: int) -> ModelState:
-    """Return the state of the model at an address: Dynamo of torch 2.11 hands a model to no such function."""
+    """Return the state of the model at an address: Dynamo of torch 2.11 passes such functions no model."""
     return _find_state(ctypes.cast(address, ctypes.py_object).value)

@@ -45,7 +45,7 @@ def apply() -> None:
 
 
 def _refuse_version(does: str, where: str) -> NoReturn:
-    """Raise a RuntimeError because code to be patched is not as in the tested versions."""
+    """Raise a RuntimeError that names the tested versions."""
     raise RuntimeError(
         f"transformers {transformers.__version__} {does} in a way that flashmask_hf does not know ({where}); install a "
         "version it was tested with, pip install 'transformers>=5.17,<5.25', or a newer flashmask-hf"
@@ -114,7 +114,7 @@ def exclude_from_flash_attention(module: Any) -> None:
 
 
 def _is_flash_attention(config=None, requested_attention_implementation=None, version=None):
-    """Code of the patched function. It runs in that function's module, so it cannot see `NAMES` or other names here."""
+    """Code of the patched function. It runs in that function's module and cannot see `NAMES`."""
     name = requested_attention_implementation if config is None else config._attn_implementation
     ours = ("flashmask", "flashmask_hash", "flashmask_qk")
     if name in ours and (config is None or requested_attention_implementation is None):
@@ -129,7 +129,7 @@ _CACHES = ("past_key_values", "cache")  # the name of the fourth argument until 
 
 
 def detect_documents_always(module: Any) -> None:
-    """Make `_preprocess_mask_arguments` find packed documents in `position_ids` beside a cache or a 2D mask, too.
+    """Make `_preprocess_mask_arguments` find packed documents beside a cache or a 2D mask, too.
 
     Patched: `transformers.masking_utils._preprocess_mask_arguments`. It returns the numbers of documents in place of
     the 2D mask (`mask_hook.DOCUMENTS`), except for chunked attention.
@@ -149,7 +149,7 @@ def detect_documents_always(module: Any) -> None:
 def _preprocess(
     original: Any, config: Any, inputs_embeds: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Body of the patched function, with the arguments of the original."""
+    """Body of the patched function."""
     is_ours = config._attn_implementation in NAMES
     has_chunks = getattr(config, "attention_chunk_size", None) is not None
     call = call_of(config, inputs_embeds.shape[1]) if is_ours else None
@@ -186,7 +186,7 @@ def _preprocess(
 
 
 def refuse_unsupported_models(model_class: Any) -> None:
-    """Make models that do not look their attention up by name raise when one of this package's names is chosen.
+    """Make models that do not look their attention up by name raise for this package's names.
 
     Patched: `PreTrainedModel.get_correct_attn_implementation`, which runs when a model or submodel is made and when its
     attention is set later.
@@ -249,7 +249,7 @@ def accept_sparse_options(config_class: type) -> None:
 
 
 def check_calls(model_class: Any) -> None:
-    """Make each call of a model rewrite its arguments and check that it keeps the documents of its rows apart.
+    """Make each call of a model rewrite its arguments and check that documents stay apart.
 
     Patched: `PreTrainedModel.__call__`, inherited from `torch.nn.Module`, replaced by `guard.run_call`.
 
@@ -266,7 +266,7 @@ def check_calls(model_class: Any) -> None:
 
 
 def read_kernel_names(config_class: Any) -> None:
-    """Make a config with the name of a Hub kernel that holds this package say that its attention is "flashmask".
+    """Make a config that names a Hub kernel of this package report its attention as "flashmask".
 
     Patched: the getter of `PreTrainedConfig._attn_implementation`.
 

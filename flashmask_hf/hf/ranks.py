@@ -79,7 +79,7 @@ def attend_in_parts(
 
 
 def _refuse_padding(attention_mask: Any) -> None:
-    """Raise if a 2D mask, which covers this shard alone, hid a key from all rows in the mask hook."""
+    """Raise if a 2D mask, which covers this shard alone, hid a key."""
     check_hook_result(attention_mask)
     check_once(
         (attention_mask,),
@@ -115,7 +115,7 @@ def _vectors_of_heads(vectors: Tensor, heads: int, kv_heads: int, split: RowSpli
 
 
 def _own_rows(whole: LayerMask, split: RowSplit) -> LayerMask:
-    """Return the mask of this process's rows and of the keys in the order in which they are gathered."""
+    """Return the mask of this rank's rows and of the keys as they are gathered."""
 
     def build() -> LayerMask:
         mask, length = whole.mask, split.length
@@ -180,7 +180,7 @@ def vectors_of_local_heads(module: nn.Module, vectors: Tensor, heads: int, kv_he
 
 
 def _shard_of(module: nn.Module) -> tuple[int, int] | None:
-    """Return this rank and the number of ranks over which a layer's parameters are sharded, or None."""
+    """Return this rank and the number of ranks that shard a layer's parameters, or None."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return None
     from torch.distributed.tensor import DTensor  # slow to import, and missing in builds without processes

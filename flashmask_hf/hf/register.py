@@ -1,7 +1,7 @@
 """Registration of the package's attention implementations with transformers.
 
-A layer asks `AttentionInterface` for its attention function, and a model `AttentionMaskInterface` for its masks, once
-per forward and kind of layers.
+Layers ask `AttentionInterface` for attention, models `AttentionMaskInterface` for masks, once per forward and kind of
+layers.
 """
 
 from __future__ import annotations

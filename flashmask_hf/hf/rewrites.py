@@ -1,4 +1,4 @@
-"""Rewrites of model calls: `REWRITES` is the list, in the order in which they run, before the checks."""
+"""Rewrites of model calls, in order in `REWRITES`; they run before the checks."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def _hide_from(mask: FlashMask, limit: Tensor) -> FlashMask:
 
 
 def _rows_measure(mask: FlashMask, position_ids: Tensor, window: int, two_sided: bool) -> Tensor:
-    """Return whether distances in rows equal those in positions, for each key and the rows that see it; bool []."""
+    """Return whether distances in rows equal distances in positions wherever a row sees a key; bool []."""
     length = mask.kv_len
     row = torch.arange(length, device=mask.device)
     first, last = outer_rows(mask.visible_intervals(length), length)
@@ -130,7 +130,7 @@ def _column_per_piece(mask: FlashMask, window: int, position_ids: Tensor, two_si
 def _visible_pieces(
     starts: list[Tensor], ends: list[Tensor], position: Tensor, window: int, two_sided: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the keys of one row and the runs of rows [start, end) that see them, one entry per run, ordered by start.
+    """Return one row's keys and the runs of rows [start, end) that see them, one entry per run, ordered by start.
 
     Args:
         starts: first rows of the intervals that the mask lets see each key, int [S] each.

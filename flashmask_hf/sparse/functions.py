@@ -1,4 +1,4 @@
-"""The public functions of dynamic sparse attention: sort the rows, then attend to the sorted rows."""
+"""The public functions of dynamic sparse attention."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def lsh_buckets(x: Tensor, n_buckets: int, *, generator: torch.Generator | None 
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, q_name: str, of_q: Tensor, k_name: str, of_k: Tensor) -> None:
-    """Raise unless q, k and v are tensors of attention, and the keeps or buckets of q and k fit their rows."""
+    """Raise unless q, k and v are valid and their keeps or buckets fit."""
     check_tensors(q, k, v)
     for tensor_name, x, name, choice in (("q", q, q_name, of_q), ("k", k, k_name, of_k)):
         if isinstance(choice, Tensor) and (choice.shape != x.shape[:-1] or choice.device != x.device):

@@ -148,7 +148,7 @@ def qk_attention_forward(
 
 
 def warn_of_unread_options(model: PreTrainedModel) -> None:
-    """Warn, once per model, if its config has options of sparse attention but its attention is another.
+    """Warn, once per model, if its attention ignores options of sparse attention in its config.
 
     `save_pretrained` does not save the name of the attention. In evaluation "flashmask_qk" is full attention.
     """
@@ -190,7 +190,7 @@ def _given_options(name: str, module: nn.Module, kwargs: dict[str, Any]) -> Any:
 
 
 def _options(name: str, module: nn.Module, kwargs: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of the call, or else of the config, checked. The option with default None is required."""
+    """Return the checked options of the call, else of the config. Default None marks a required option."""
     given = _given_options(name, module, kwargs)
     required = next(option for option, default in defaults.items() if default is None)
     way_out = f"set config.{name} = {{{required!r}: ...}}, or pass {name}={{...}}"

@@ -1,4 +1,4 @@
-"""Checks of model calls: `CHECKS` lists them in the order in which they run, and docs/wrong_setups.md their names."""
+"""Checks of model calls, in order in `CHECKS`; docs/wrong_setups.md lists their names."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ CHECKS: tuple[Check, ...] = (
 
 
 def run_checks(call: Call, *, after: bool = False) -> None:
-    """Run the checks before a model call, or with `after` the checks that follow it. Raise if the call breaks a rule.
+    """Run the checks before a model call, or with `after` the checks that follow it.
 
-    A submodel that gets the very arguments of its outer model is checked only for what its own parts may break.
+    A submodel with the same arguments as its outer model gets only the checks of its own parts.
 
     Raises:
         Exception: the first error of `CHECKS`.

@@ -77,7 +77,7 @@ def _text_implementation(call: Call) -> str:
 
 
 def _is_ignored(call: Call) -> bool:
-    """Return whether mask indices [B, H, S, n] come to another attention, which is not about to get packed rows."""
+    """Return whether mask indices [B, H, S, n] reach another attention that gets no packed rows."""
     indices = call.tensor(VECTORS, 4)
     if indices is None or call.tokens is None or call.get(PACKED_IDS) is not None or indices.dtype != torch.int32:
         return False
@@ -102,7 +102,7 @@ def _ends_of_documents(call: Call) -> Tensor:
 
 
 def marks_documents(call: Call) -> bool:
-    """Return whether a call has mask indices, or positions of whole rows, that its attention must read."""
+    """Return whether attention must read the call's mask indices, or positions of whole rows."""
     indices = call.indices
     if indices is None:
         mask = call.get("attention_mask")
@@ -118,7 +118,7 @@ def marks_documents(call: Call) -> bool:
 
 
 def every_layer(call: Call) -> tuple[bool, str]:
-    """Return whether every layer received the mask indices; recurrent layers get no mask, and are not counted."""
+    """Return whether every layer received the mask indices; recurrent layers do not count."""
     layers = call.config.get_text_config().num_hidden_layers
     call.state.is_counted = call.supplied >= layers or is_guarded(call.model)
     return call.state.is_counted, (

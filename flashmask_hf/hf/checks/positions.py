@@ -1,4 +1,4 @@
-"""Position numbers of packed rows in models that embed positions, such as GPT-2, BERT and RoBERTa.
+"""Positions of packed rows in models that embed them, such as GPT-2, BERT and RoBERTa.
 
 Without `position_ids` these models number a row from end to end. Some count from `padding_idx + 1`, collators from 0.
 """
@@ -23,7 +23,7 @@ CHECKS: list[Check] = []
 
 
 def _mask_of(call: Call) -> FlashMask | None:
-    """Return the mask of the caller's indices, or None if they have no form that the model's layers take."""
+    """Return the mask of the caller's indices, or None if their form does not fit."""
     indices = call.tensor(VECTORS, 4)
     if indices is None or indices.dtype != torch.int32 or indices.shape[3] not in (1, 2, 4):
         return None
@@ -46,7 +46,7 @@ def counts_from_later(call: Call) -> bool:
 
 
 def count_from_first(call: Call) -> dict[str, Any]:
-    """Return the arguments with positions from the model's first number, which is added if a seen token has 0."""
+    """Return the arguments with the model's first number added to positions if a seen token has 0."""
     seen, positions = _seen(call), call.named["position_ids"]
     if seen is None:
         return call.named

@@ -1,4 +1,4 @@
-"""Packed rows in models with layers that are not attention: boundaries for their kernels, or an error.
+"""Packed rows in recurrent models: boundaries for their kernels, or an error.
 
 Linear attention, state spaces and convolutions mix the documents of a packed row unless their kernels read boundaries.
 """
@@ -49,7 +49,7 @@ def _has_documents(call: Call) -> bool:
 def _documents(call: Call) -> tuple[Tensor, Tensor | None] | None:
     """Return the number of each token's document, int64 [B or 1, S], and which tokens are real (None for all).
 
-    Returns None for a call without document boundaries. `seq_idx` counts before positions, as it does in the kernels.
+    Returns None for a call without document boundaries. `seq_idx` precedes positions, as in the kernels.
     """
     length = call.tokens.shape[1]
     if call.indices is not None:
@@ -80,12 +80,12 @@ def _joined(indices: Tensor, length: int) -> tuple[Tensor, Tensor]:
 
 
 def takes_boundaries(call: Call) -> bool:
-    """Return whether every recurrent layer of the model would keep the documents of this call apart."""
+    """Return whether every recurrent layer keeps the call's documents apart."""
     return _has_documents(call) and _obstacle(call) is None and (call.indices is None or _has_form(call))
 
 
 def _obstacle(call: Call) -> str | None:
-    """Return what keeps the kernels from reading boundaries, as a way out; None if nothing does."""
+    """Return the way out if the kernels cannot read boundaries, else None."""
     missing, kernels = call.state.missing, family_of(call.config).kernels
     if missing is None:
         return _WAY_OUT

@@ -88,7 +88,7 @@ def subtree_ends(mask: FlashMask) -> Tensor:
 
 
 def _branches(ends: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the branches of a causal mask: the tokens that see earlier tokens, but not the token right before them.
+    """Find the branches of a causal mask: tokens that see earlier tokens, but not the one right before.
 
     A token after a hidden token does not count: the hidden token may be its parent.
 

@@ -16,7 +16,7 @@ __all__ = ["drop_padding_from_router_logits"]
 
 
 def drop_padding_from_router_logits(model: Any) -> None:
-    """Make a model's backbone return the router logits of packed rows without padding. Repeating it is fine.
+    """Make a model's backbone return router logits without padding. Repeating it is fine.
 
     Args:
         model: a transformers model with a head, or a PEFT model around one, not wrapped for distributed training.
@@ -27,7 +27,7 @@ def drop_padding_from_router_logits(model: Any) -> None:
 
 
 def _drop_padding(backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    """Return the output with the router logits, [R * S, experts] per layer, of tokens that are not padding."""
+    """Return the output with the router logits, [R * S, experts] per layer, without padding."""
     vectors = kwargs.get(VECTORS)
     if vectors is None or kwargs.get("attention_mask") is not None or kwargs.get(PACKED_INDEX) is not None:
         return None

@@ -1,4 +1,4 @@
-"""Run a model's backbone on packed rows while its head, and every loss after it, keep their usual batch.
+"""Run a model's backbone on packed rows while its head and losses keep their usual batch.
 
 A batch has both: `input_ids` of one sequence per answer, and packed rows with one copy of each question. A rewrite of
 the backbone's call (`rewrites.py`) replaces the first by the second, and a hook lays the hidden states out as the usual
@@ -52,7 +52,7 @@ def run_packed(model: Any) -> None:
 
 
 def check_layers(model: Any) -> None:
-    """Make a model raise in its first forward on packed rows if some of its layers do not receive their mask.
+    """Make a model raise in its first forward on packed rows if a layer does not receive its mask.
 
     Repeating it is fine.
 
@@ -77,9 +77,9 @@ def check_compiled(model: Any, device: torch.device) -> None:
     Raises:
         ValueError: some of its layers do not receive the mask.
     """
-    if model in _checked:  # to find the backbone takes milliseconds
+    if model in _checked:  # finding the backbone takes milliseconds
         return
-    from accelerate.utils import extract_model_from_parallel  # wrapped models are trained, which accelerate does
+    from accelerate.utils import extract_model_from_parallel  # wrapped models need accelerate
 
     backbone = unwrap_peft(extract_model_from_parallel(model, keep_torch_compile=False)).base_model
     if not state_of(backbone).is_counted:

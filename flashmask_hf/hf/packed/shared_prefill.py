@@ -45,7 +45,7 @@ def shared_prefill(model: Any) -> Iterator[None]:
         model: a transformers model with `generate`, or a PEFT model around one, which may be wrapped for distributed
             training.
     """
-    from accelerate.utils import extract_model_from_parallel  # wrapped models are trained, which accelerate does
+    from accelerate.utils import extract_model_from_parallel  # wrapped models need accelerate
 
     model = extract_model_from_parallel(model, keep_torch_compile=False)
     adapters = getattr(model, "peft_config", {}).values()
@@ -57,7 +57,7 @@ def shared_prefill(model: Any) -> Iterator[None]:
     if activated or not cached or elsewhere:
         yield
         return
-    copies: list[Tensor] = []  # of the prefill that is running: for each row of the batch, its row in the prefill
+    copies: list[Tensor] = []  # for each row of the batch, its row in the running prefill
 
     def keep_distinct(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         copies.clear()
@@ -94,7 +94,7 @@ def shared_prefill(model: Any) -> Iterator[None]:
 
 
 def _is_prefill(kwargs: dict[str, Any]) -> bool:
-    """Return whether the keywords of a forward are those with which `generate` fills an empty cache, and no others."""
+    """Return whether a forward has exactly the keywords with which `generate` fills an empty cache."""
     cache = cache_of(kwargs)
     if type(cache) is not DynamicCache or cache.offloading or kwargs.get("return_dict") is not True:
         return False
@@ -114,7 +114,7 @@ def _is_of_no_row(value: Any) -> bool:
 
 
 def _distinct_rows(inputs: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the index of the first row of each kind, and for each row of the batch the place of its kind there.
+    """Return the index of the first row of each kind, and the kind of each row.
 
     Args:
         inputs: tensors [batch, length]. Rows are of one kind if they are equal in all of them.
@@ -130,7 +130,7 @@ def _distinct_rows(inputs: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _draws_random_numbers(model: nn.Module) -> bool:
-    """Return whether a forward may draw random numbers, which differ between the copies of a prompt.
+    """Return whether a forward may draw random numbers.
 
     Modules in training mode do: dropout, jitter of routers, and NEFTune's noise.
     """

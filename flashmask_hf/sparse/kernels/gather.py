@@ -1,4 +1,4 @@
-"""Kernels of `flashmask_hf.sparse.reorder`: rows of attention's tensors moved to a sorted order and back.
+"""Kernels of `flashmask_hf.sparse.reorder`, which move rows to a sorted order and back.
 
 An order is a permutation of a head's rows. A program moves the rows of one block of positions in it:
 

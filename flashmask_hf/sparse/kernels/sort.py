@@ -54,7 +54,7 @@ def _count_block(bucket, counts, program, rows, n_buckets, BLOCK: tl.constexpr, 
 
 @triton.jit
 def _sort_block(bucket, starts, order, program, rows, n_buckets, BLOCK: tl.constexpr, BUCKETS: tl.constexpr):
-    """Store the rows of a block at their positions in the order of the plane."""
+    """Store the rows of a block at their positions."""
     in_bucket, row, plane, first, index = _load_block(bucket, program, rows, n_buckets, BLOCK, BUCKETS)
     start = tl.load(starts + index, mask=tl.arange(0, BUCKETS) < n_buckets, other=0) - tl.load(starts + first)
     position = tl.sum(in_bucket * (start[None, :] + tl.cumsum(in_bucket, 0) - 1), 1)
