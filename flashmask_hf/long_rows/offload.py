@@ -24,8 +24,8 @@ def offload_checkpoints(model: nn.Module, host_bytes: int | None = None, *, min_
     """Keep the checkpoints of a model's layers in pinned host memory between forward and backward, in place.
 
     Checkpoints are the inputs of checkpointed layers (2 * hidden_size bytes per token in 16 bits), and attention's
-    results if `keep_attention` keeps them (about as much again). Those beyond the budget, of last layers, stay on the
-    GPU. Copies overlap with computation. Loss and gradients are equal to the bit.
+    results if `keep_attention` keeps them (about as much again). Checkpoints beyond the budget (last layers)
+    stay on the GPU. Copies overlap with computation. Loss and gradients are equal to the bit.
 
     Call it once, before or after the trainer or PEFT wraps the model. The first step is slower. Modules inside
     checkpointed layers may be compiled. A deep copy of the model has its own store, with the
@@ -153,7 +153,7 @@ def _wrap_checkpoint_functions(modules: list[nn.Module], store: Store) -> None:
 
 def _with_store(checkpoint: Callable[..., Any], store: Store) -> Callable[..., Any]:
     def checkpoint_in_store(*args: Any, **kwargs: Any) -> Any:
-        # In compiled code, the backward would load the checkpoints of all layers at once.
+        # A compiled backward would load all layers' checkpoints at once.
         if get_eval_frame_callback() not in (None, False):
             raise RuntimeError(_COMPILED)
         with store.layer() as layer, torch.autograd.graph.saved_tensors_hooks(layer.save, _load):

@@ -281,7 +281,7 @@ class Pool:
         return (self._count - len(self._free)) * BLOCK_BYTES
 
     def take(self, count: int) -> list[Block] | None:
-        """Return blocks, or None if the budget or the system does not allow them."""
+        """Return blocks, or None beyond the budget or the system's memory."""
         missing = count - len(self._free)
         if not self._open or (missing > 0 and not self._grow(missing)):
             return None
@@ -331,7 +331,7 @@ class Pool:
 
 
 def _empty_host_cache() -> None:
-    """Make PyTorch return its cached pinned memory to the system."""
+    """Return PyTorch's cached pinned memory to the system."""
     if torch.cuda.is_available():
         empty = getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache  # torch 2.11
         empty()

@@ -20,7 +20,7 @@ __all__ = ["exchange_of", "gather_keys", "heads_to_rows", "own_heads", "rows_to_
 def exchange_of(
     heads: int, kv_heads: int, size: int, wanted: Literal["heads", "keys"] | None = None
 ) -> Literal["heads", "keys"]:
-    """Return the exchange that sends less data, if the numbers of heads allow both.
+    """Return the exchange that sends less data, if heads allow both.
 
     Elements sent per token and rank, times (size - 1) / size, are 2 Hq + 2 max(Hkv, size) for heads, and 2 Hkv size for
     keys.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # some builds of torch lack it
 __all__ = ["RowSplit", "active_split", "make_split", "refuse_rope_by_length", "run_split", "sequence_parallel"]
 
 _SHARDED = ("input_ids", "position_ids", "labels", "shift_labels", "path_weights")
-"""Batch keys with an entry per token in the last axis."""
+"""Batch keys with tokens in the last axis."""
 
 _compared: set[str] = set()
 """Names of the groups whose ranks had the same first batch."""
@@ -145,7 +145,7 @@ def sequence_parallel(
         group: the ranks that share the rows; each has the same batch (the first `shard` checks it).
         rows: int64 [N, S / N], the rows of each rank, ascending (`split_rows`); the same on every rank.
         position_ids: int [B or 1, S], of whole rows; they measure sliding windows and trees.
-        exchange: "heads" or "keys"; None selects what sends less data (`exchange_of`).
+        exchange: "heads" or "keys"; None selects the exchange that sends less data (`exchange_of`).
 
     Yields:
         RowSplit: its `shard` splits a batch.
@@ -189,7 +189,7 @@ def active_split(length: int, vectors: Any) -> RowSplit | None:
     """Return the split of a layer with `length` query rows, or None if the layer has whole rows.
 
     Raises:
-        ValueError: the layer has as many rows as a shard, and no mask indices, or indices of another row.
+        ValueError: the layer has as many rows as a shard, but no mask indices, or another row's.
         RuntimeError: the mask indices were cut to the shard (a device-side check).
     """
     split = _active

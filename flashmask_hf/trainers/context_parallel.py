@@ -50,7 +50,7 @@ def context_parallel_size(args: Any) -> int:
 
 
 def _refuse(found: Any, problem: str) -> None:
-    """Raise a ValueError with a problem of split rows if it is found."""
+    """Raise a ValueError for split rows if a problem is found."""
     if found:
         raise ValueError(f"{_SETTING}: {problem}")
 
@@ -193,7 +193,7 @@ class ContextParallelMixin:
         context, part = self._prepare_context_parallel_inputs(model, inputs)
         count = part["shift_labels"].ne(IGNORED).sum()
         dist.all_reduce(count, group=self._cp_group)
-        # compute_loss multiplies by the number of ranks, because training averages their gradients.
+        # compute_loss multiplies by the number of ranks, whose gradients training averages.
         processes = self.accelerator.num_processes // self.get_tp_size()
         with torch.no_grad(), self.compute_loss_context_manager(), context():
             loss = self.compute_loss(model, part, num_items_in_batch=count.clamp(min=1) * processes)

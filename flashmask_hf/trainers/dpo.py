@@ -1,4 +1,4 @@
-"""TRL's DPO trainer on packed rows in which both answers share their question."""
+"""TRL's DPO trainer on packed rows with shared questions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same number of batches on every rank, because collectives would wait forever otherwise."""
+"""The same number of batches on every rank: collectives would wait forever otherwise."""
 
 from __future__ import annotations
 

@@ -11,10 +11,10 @@ from trl.data_utils import extract_prompt
 __all__ = ["CONTEXTS", "answer_sequences", "preference_columns", "refuse_other_keys", "refuse_unread_context"]
 
 _OTHER_NAMES = ("question", "instruction", "query", "input")
-"""Other names of a prompt's column, which nothing reads."""
+"""Unread names of a prompt's column."""
 
 CONTEXTS = ("system", "input")
-"""Columns with a part of the prompt, as in Intel/orca_dpo_pairs, which nothing reads."""
+"""Unread columns with a part of the prompt, as in Intel/orca_dpo_pairs."""
 
 
 def preference_columns(example: Mapping[str, Any], index: int) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def refuse_unread_context(example: Mapping[str, Any], answers: Sequence[Any], na
 
 
 def _refuse_unread_scores(example: Mapping[str, Any], name: str) -> None:
-    """Raise a ValueError if a row of `answers` without `scores` has a number per answer in another column."""
+    """Raise a ValueError if a row without `scores` has a number per answer in another column."""
     if example.get("answers") is None or "scores" in example:
         return
     for column, values in example.items():
@@ -156,7 +156,7 @@ def _holds(part: Any, text: str) -> bool:
 
 
 def _first_turns(prompt: str, answers: Sequence[Any], name: str) -> list[dict[str, Any]] | None:
-    """Return the turns that a prompt string adds before conversations, or None if they begin with it."""
+    """Return the turns that a prompt string adds to conversations, or None if they begin with it."""
     if all(_begins_with(answer, prompt) for answer in answers):
         return None
     if all(answer[0].get("role") == "assistant" for answer in answers):
@@ -166,7 +166,7 @@ def _first_turns(prompt: str, answers: Sequence[Any], name: str) -> list[dict[st
 
 
 def _empty(answer: Any, eos_token: str) -> bool:
-    """Return whether an answer has no text but the end-of-sequence token, and no tool calls."""
+    """Return whether an answer has neither text before the end-of-sequence token nor tool calls."""
     if isinstance(answer, list):
         if not answer or answer[-1].get("tool_calls"):
             return not answer

@@ -1,4 +1,4 @@
-"""TRL's GRPO and RLOO trainers on packed rows with each prompt once for all of its completions."""
+"""TRL's GRPO and RLOO trainers on packed rows with each prompt once."""
 
 from __future__ import annotations
 

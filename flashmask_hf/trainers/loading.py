@@ -1,4 +1,4 @@
-"""How TRL's trainers load models, run them on packed rows, and gather their weights."""
+"""Loading of models in TRL's trainers, for packed rows, and gathering of their weights."""
 
 from __future__ import annotations
 

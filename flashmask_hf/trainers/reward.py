@@ -1,4 +1,4 @@
-"""TRL's reward trainer on packed rows in which two or more answers share their question."""
+"""TRL's reward trainer on packed rows with shared questions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TRL's supervised fine-tuning trainer on rows that hold several documents each."""
+"""TRL's supervised fine-tuning trainer on packed rows."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ class PackedSFTTrainer(ResumeMixin, EvenBatchesMixin, ContextParallelMixin, SFTT
         return super().predict(test_dataset, *args, **kwargs)
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
-        # Trainer counts every pad token as padding, even an eos token at the end of a document.
+        # Trainer counts every pad token as padding, even a document's eos token.
         if VECTORS in inputs:
             inputs = inputs | {"attention_mask": inputs[VECTORS][:, 0, :, 0] > 0}
         before = self.state.num_input_tokens_seen
@@ -317,7 +317,7 @@ def _mean(values: Tensor, weights: Tensor) -> float:
 
 
 def _tokens_and_keys(indices: Tensor) -> Tensor:
-    """Return the number of tokens in packed rows and of their visible keys, int64 [2].
+    """Count the tokens of packed rows and their visible keys, int64 [2].
 
     Args:
         indices: mask indices, int32 [R, 1, S, 1]: the query row where each token's document ends, 0 for padding.

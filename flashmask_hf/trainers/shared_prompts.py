@@ -1,4 +1,4 @@
-"""Log-probabilities of completions with each prompt computed once, in TRL's trainers for reinforcement learning.
+"""Log-probabilities of completions with each prompt computed once, for TRL's trainers.
 
 TRL's `_get_per_token_logps_and_entropies` calls models with a padded batch of one sequence per completion.
 `SharedPrompts` passes it a `_PackingModel`, which packs the batch into one row. All else stays TRL's.
@@ -308,7 +308,7 @@ def _regrouping_window(trainer: Any) -> int:
 
 
 def _divides_by_micro_batch(trainer: Any) -> str:
-    """Return why the loss depends on which rows are in one micro-batch, or "" if it does not."""
+    """Return why the loss depends on the rows of a micro-batch, or ""."""
     if getattr(trainer, "loss_type", "") == "bnpo":
         return "loss_type='bnpo' divides by the tokens of a micro-batch ('dapo' divides by the tokens of all)"
     if getattr(trainer, "top_entropy_quantile", 1.0) < 1.0:

@@ -1,4 +1,4 @@
-"""TRL's experimental trainers on packed rows: import their modules, because `flashmask_hf.trainers` does not.
+"""TRL's experimental trainers on packed rows: `flashmask_hf.trainers` does not import them.
 
 Importing `trl.experimental` is slow and warns.
 """

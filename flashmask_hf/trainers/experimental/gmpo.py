@@ -1,4 +1,4 @@
-"""TRL's experimental GMPO trainer with each prompt computed once for all of its completions."""
+"""TRL's experimental GMPO trainer with each prompt computed once."""
 
 from __future__ import annotations
 
