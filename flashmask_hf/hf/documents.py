@@ -33,7 +33,7 @@ class Documents(NamedTuple):
     end: Tensor
 
     def to(self, device: torch.device) -> Documents:
-        """Return the same documents on a device."""
+        """Return the same documents on a device: FSDP2 and accelerate move inputs after the call was made."""
         return Documents(*(x.to(device) for x in self))
 
     def numbers(self) -> Tensor:
@@ -100,7 +100,7 @@ def document_starts(position_ids: Tensor, real: Tensor | None = None) -> Tensor:
 
     A document starts where positions restart at 0. The first token after a hidden run also starts a document if its
     position is not higher than the position before the run, or if positions are contiguous to it from a hidden 0. A row
-    of zeros has no start.
+    of zeros has no start: models that embed positions in another way pass such rows.
 
     Args:
         position_ids: int [B, S].

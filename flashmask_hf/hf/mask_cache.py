@@ -54,7 +54,7 @@ def cached_mask(
         variant: what else the mask depends on.
         build: builds the mask.
         per_forward: whether one of the sources is new in each forward. If not, nothing is kept of tensors made in
-            inference mode, which do not count changes, nor in a CUDA graph.
+            inference mode, which do not count changes, nor in a CUDA graph, whose replays read them again.
     """
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return build()  # a compiler merges equal plans, and a transform's tensors are its own

@@ -132,7 +132,8 @@ def detect_documents_always(module: Any) -> None:
     """Make `_preprocess_mask_arguments` find packed documents beside a cache or a 2D mask, too.
 
     Patched: `transformers.masking_utils._preprocess_mask_arguments`. It returns the numbers of documents in place of
-    the 2D mask (`mask_hook.DOCUMENTS`), except for chunked attention.
+    the 2D mask (`mask_hook.DOCUMENTS`), except for chunked attention. The hook measures windows there in rows, because
+    positions of padding mean nothing.
 
     Why: transformers looks for documents only if there is neither a cache nor a mask. Models default to
     `use_cache=True`, so documents of a plain forward would silently see each other. Where it finds documents, it
