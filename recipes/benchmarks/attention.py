@@ -50,6 +50,7 @@ from harness import (
     parsed,
     random_lengths,
     synchronize,
+    time_left,
 )
 from peers import PROVIDERS, Attention, CannotExpress, Case, add_commit, planned
 from torch import Tensor
@@ -549,7 +550,7 @@ def summary(rows: Sequence[dict[str, object]]) -> str:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = flags(__doc__)
+    parser = flags(__doc__, deadline=True)
     parser.add_argument("study", nargs="?", default="masks", choices=STUDIES)
     parser.add_argument("--masks", nargs="+", help="families of masks, or groups of the study ragged")
     parser.add_argument("--mask", metavar="FILE.py:FUNCTION", help="a mask of your own: tokens -> FlashMask")
@@ -587,6 +588,8 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, object]]:
     study, results = STUDIES[a.study], Results(a.csv)
     torch.manual_seed(0)
     for work in study.cases(a):
+        if time_left(a) <= 0:
+            break
         found = measure_plan(work, a) if a.study == "plan" else measure(study, a.providers, work, a)
         results.add(found, silent=a.study != "plan")
         if a.study != "plan":

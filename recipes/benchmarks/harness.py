@@ -1,4 +1,7 @@
-"""What the benchmarks share: their flags, clocks, interleaved medians, and CSV rows with hardware and versions."""
+"""What the benchmarks share: their flags, clocks, interleaved medians, and CSV rows with hardware and versions.
+
+The environment variable COMMIT names the commit in the rows of a copied tree, where git does not know it.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import argparse
 import csv
 import gc
 import logging
+import math
+import os
 import random
 import statistics
 import subprocess
@@ -27,14 +32,18 @@ import flashmask_hf
 Case = TypeVar("Case")
 WAIT = 4_000_000  # GPU cycles, 2 ms or more: longer than the host takes to issue a forward or a backward
 GIB = 2**30
+START = time.monotonic()  # of the process, but for torch's import
 _order = random.Random(0)  # of the providers in a turn
 
 
-def flags(doc: str | None) -> argparse.ArgumentParser:
-    """Return a parser with the flags of every benchmark: `--csv` and `--device`."""
+def flags(doc: str | None, *, deadline: bool = False) -> argparse.ArgumentParser:
+    """Return a parser with the flags of every benchmark, `--csv` and `--device`, and `--deadline` if it is read."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--csv", help="file to write the rows to, as soon as they are measured")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu only tries the program")
+    if deadline:
+        late = "seconds after which nothing more is measured; what was measured is written"
+        parser.add_argument("--deadline", type=float, default=math.inf, help=late)
     return parser
 
 
@@ -49,16 +58,21 @@ def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpa
     return arguments
 
 
+def time_left(a: argparse.Namespace) -> float:
+    """Return the seconds until `--deadline`."""
+    return START + a.deadline - time.monotonic()
+
+
 def conditions() -> dict[str, str]:
     command = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+    head = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
     return {
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "torch": torch.__version__,
         "triton": triton.__version__,
         "transformers": transformers.__version__,
         "flashmask_hf": flashmask_hf.__version__,
-        "commit": commit or "unknown",
+        "commit": os.environ.get("COMMIT") or head or "unknown",
     }
 
 
@@ -157,7 +171,7 @@ def attempt(function: Callable[[], Any]) -> tuple[Any, float, float] | str:
 def available(names: Sequence[str], device: str) -> list[str]:
     running = []
     for name in names:
-        version = name.removeprefix("flash_attention_")
+        version = name.rpartition("flash_attention_")[2]
         if "flex_attention" in name and device == "cpu":
             print(f"{name} is left out: it has no backward on a CPU", flush=True)
         elif version != name and not getattr(import_utils, f"is_flash_attn_{version}_available")():

@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
-from harness import Results, attempt, available, flags, free_memory, parsed
+from harness import Results, attempt, available, flags, free_memory, parsed, time_left
 from shapes import SHAPES, arguments_of, build_model, tokenizer
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
@@ -236,14 +236,16 @@ def compare(bench: Bench, batch: dict[str, Tensor], found: Found) -> None:
         raise SystemExit(f"norms of gradients disagree: {norms}")
 
 
-def measure(bench: Bench, case: tuple[int, int, int], providers: Sequence[str], turns: int) -> list[dict[str, Any]]:
+def measure(bench: Bench, case: tuple[int, int, int], providers: Sequence[str], a: Any) -> list[dict[str, Any]]:
     """Return a row of figures per provider for a case: prompt, completion, groups."""
     found: Found = {name: dict.fromkeys(FIGURES, "") for name in providers}
     batch = bench.draw(*case)
     compare(bench, batch, found)
     tokens, order = int(batch["prompt_mask"].sum() + batch["completion_mask"].sum()), random.Random(0)
     steps: dict[str, list[tuple[float, float]]] = {name: [] for name in providers if not found[name][RATE]}
-    for _ in range(turns):
+    for turn in range(a.turns):
+        if turn and time_left(a) <= 0:
+            break
         for name in order.sample(list(steps), len(steps)):
             made = attempt(partial(bench.update, name, batch))
             bench.model.zero_grad(set_to_none=True)
@@ -266,7 +268,7 @@ def measure(bench: Bench, case: tuple[int, int, int], providers: Sequence[str], 
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = flags(__doc__)
+    parser = flags(__doc__, deadline=True)
     parser.add_argument("--models", nargs="+", default=["llama-3.2-1b", "qwen3-4b"], choices=MODELS)
     parser.add_argument("--cases", nargs="+", help="PROMPT:COMPLETION, in tokens; default: those of each model")
     parser.add_argument("--generations", type=int, default=8, help="completions of a prompt, G")
@@ -285,9 +287,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             compile_layers(bench.model)
         for case in a.cases or cases:
             for groups in a.groups:
+                if time_left(a) <= 0:
+                    return
                 prompt, completion = map(int, case.split(":"))
                 setting = {"model": model, "lora": rank, "compiled": "on" if a.compile else "off"}
-                found = measure(bench, (prompt, completion, groups), providers, a.turns)
+                found = measure(bench, (prompt, completion, groups), providers, a)
                 results.add([{**setting, **row} for row in found])
         del bench
         free_memory()

@@ -200,7 +200,7 @@ def rows_of(usage: dict[str, Usage], step_milliseconds: float) -> list[dict[str,
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = flags(__doc__)
+    parser = flags(__doc__, deadline=True)
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.2-1b")
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768, 131072])
     parser.add_argument("--settings", nargs="+", type=setting, default=["eager", "kept", "compiled", "compiled+kept"])
@@ -219,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 case["step_milliseconds"] = round(milliseconds, 2)
                 found = [{**case, **row} for row in rows_of(usage, milliseconds)]
             except torch.OutOfMemoryError:
-                found = [{**case, "kind": "out of memory", "milliseconds": "", "share": "", "launches": ""}]
+                found = [{**case, "kind": study.series[0].ended, "milliseconds": "", "share": "", "launches": ""}]
             results.add(found)
             for kind, spent in names.items():
                 longest = sorted(spent.items(), key=lambda item: -item[1])

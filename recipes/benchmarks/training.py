@@ -1,7 +1,7 @@
 """Measure training by task, setting, attention and length of a packed row: tokens per second and peak memory.
 
     python recipes/benchmarks/training.py --csv rows.csv   # figures 2 and 7 of the FlashMask paper
-    python recipes/benchmarks/training.py settings --csv settings.csv   # eager, kept, Liger's kernels, compiled
+    python recipes/benchmarks/training.py settings --deadline 500 --csv settings.csv   # kept, Liger's kernels, compiled
     python recipes/benchmarks/training.py --shapes llama-3.2-1b --tasks sft --lengths 8192 --steps 3   # a minute
     python recipes/benchmarks/training.py --tasks dpo --implementations flashmask trl_sdpa trl_flex_attention_single
     python recipes/benchmarks/training.py --shapes tiny --device cpu --lengths 512 1024
@@ -15,13 +15,13 @@ Implementations:
 
 - `flashmask`; `sdpa`, `flex_attention`: the same row with a dense mask or a block mask.
 - `flash_attention_2`, `_3`, `_4`: the varlen path; DPO and the reward model as in stock TRL, question by question.
-- `trl_sdpa`, `trl_flex_attention`: stock TRL, which repeats the question for each answer and pads; `_single`: question
-  by question, with gradient accumulation. Six answers are three pairs.
+- `trl_sdpa`, `trl_flex_attention`, `trl_flash_attention_4`: stock TRL, which repeats the question for each answer and
+  pads; `_single`: question by question, with gradient accumulation. Six answers are three pairs.
 
 Settings join by "+": `eager`; `kept` keeps attention's results (flashmask alone); `liger` runs Liger's kernels;
 `compiled` compiles each layer. All run in turns on one model, after their losses (DPO: log-probabilities, reward
 models: rewards) have agreed. A series ends with a row that says "out of memory", "failed", or "out of time" before a
-step of more than `--longest` seconds. `first_step_seconds` and `compilations` are of its first step (a compiled setting
+step of more than `--longest` seconds or past `--deadline`. `first_step_seconds` and `compilations` are of its first step (a compiled setting
 without compilations has run another's code, or eagerly); `steps` counts the measured ones.
 """
 
@@ -40,7 +40,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from harness import Results, attempt, available, flags, free_memory, parsed, random_lengths
+from harness import Results, attempt, available, flags, free_memory, parsed, random_lengths, time_left
 from shapes import SHAPES, TRAINERS, arguments_of, build_model, make_rows, tokenizer
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -58,11 +58,13 @@ from common import compile_layers
 
 PACKED = ("flashmask", "sdpa", "flex_attention")
 VARLEN = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
-STOCK = ("trl_sdpa", "trl_sdpa_single", "trl_flex_attention", "trl_flex_attention_single")
+WHOLE = ("trl_sdpa", "trl_flex_attention", "trl_flash_attention_4")  # all questions of a row in one batch
+STOCK = (*WHOLE, "trl_sdpa_single", "trl_flex_attention_single")
 SETTINGS = ("eager", "kept", "liger", "compiled")
 TASKS = ("sft", "lora", "dpo", "reward")
 ANSWERS = {"dpo": 2, "reward": 6}
 ADAPTERS_ONLY = ("llama-3.1-8b",)
+LATE = "out of time"
 TOLERANCE = {"cuda": 5e-3, "cpu": 1e-5}  # largest difference of two losses, in bfloat16 and in float32
 # FlexAttention compiles longest and is last: at each length, it takes no time of the others' first steps.
 STUDIES: dict[str, dict[str, Sequence[Any]]] = {
@@ -75,8 +77,8 @@ STUDIES: dict[str, dict[str, Sequence[Any]]] = {
     "settings": {
         "tasks": ["sft"],
         "implementations": ("flashmask", "sdpa", "flash_attention_4", "flex_attention"),
-        "settings": ["eager", "kept", "liger", "compiled", "compiled+kept"],
-        "lengths": [8192, 32768],
+        "settings": ["eager", "kept", "liger", "kept+liger", "compiled", "compiled+kept"],
+        "lengths": [2048, 4096, 8192, 32768, 131072],
     },
 }
 
@@ -226,7 +228,7 @@ class Alignment:
         trainer, batches = self.shared, [shared_examples(self.task, row)]
         if not packed:
             trainer, batches = self.stock, stock_examples(self.task, row)
-            if implementation in ("trl_sdpa", "trl_flex_attention"):
+            if implementation in WHOLE:
                 batches = [[example for batch in batches for example in batch]]
         for model in self.models:
             model.set_attn_implementation(name)
@@ -266,14 +268,16 @@ class Series:
         self.steps: list[tuple[float, float]] = []  # seconds and peak GiB of each measured step
 
     def expected(self, length: int) -> float:
-        """Return the most seconds of a step at a longer length."""
+        """Return the seconds of the next step, the most at a new length."""
+        if self.steps:
+            return self.steps[-1][0]
         return self.seconds * (length / self.length) ** 2 if self.length else 0.0
 
     def figures(self, length: int) -> dict[str, object]:
         """Return the columns of a length, and forget its steps."""
         found: dict[str, object] = {"implementation": self.implementation, "setting": self.setting}
         found |= {"tokens_per_second": self.ended, "seconds_per_step": "", "peak_gib": "", "steps": len(self.steps)}
-        if not self.ended:
+        if not self.ended or (self.ended == LATE and self.steps):
             self.length, self.seconds = length, statistics.median(seconds for seconds, _ in self.steps)
             peak = max(peak for _, peak in self.steps)
             found |= {"tokens_per_second": round(length / self.seconds), "seconds_per_step": round(self.seconds, 4)}
@@ -295,8 +299,14 @@ class Study:
         trained = [x for x in self.task.model.parameters() if x.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=1e-6, fused=True)
 
-    def run(self, one: Series, call: Callable[[], Any]) -> tuple[Any, float, float] | None:
-        """Make a call in a series' setting; return its result, seconds and peak GiB, or end the series."""
+    def run(self, one: Series, call: Callable[[], Any], expected: float = 0.0) -> tuple[Any, float, float] | None:
+        """Make a call of `expected` seconds in a series' setting; return its result, seconds and peak GiB.
+
+        Without a result, the series ends.
+        """
+        if expected > time_left(self.arguments):
+            one.ended = LATE
+            return None
         self.switch.set(one.setting)
         before = counters["stats"]["unique_graphs"]
         made = attempt(call)
@@ -334,20 +344,21 @@ class Study:
         a, rows = self.arguments, self.task.draw(length, self.arguments.steps)
         for one in self.series:
             if one.expected(length) > a.longest:
-                one.ended = "out of time"
+                one.ended = LATE
                 continue
             # FlexAttention compiles for each length, and in stock TRL for each row.
             flex = "flex_attention" in one.implementation
             for row in rows if flex and one.implementation in STOCK else rows[:1] if flex or not one.length else []:
                 if not one.ended:
-                    self.run(one, lambda one=one, row=row: self.step(one, row))
+                    self.run(one, lambda one=one, row=row: self.step(one, row), one.expected(length))
         start, order = time.monotonic(), random.Random(length)
         for number, row in enumerate(rows):
             running = [one for one in self.series if not one.ended]
-            if number and time.monotonic() - start > a.seconds:
+            turn = sum(one.expected(length) for one in running)
+            if number and (time.monotonic() - start > a.seconds or turn > time_left(a)):
                 break
             for one in order.sample(running, len(running)):
-                made = self.run(one, lambda one=one, row=row: self.step(one, row))
+                made = self.run(one, lambda one=one, row=row: self.step(one, row), one.expected(length))
                 if made is not None:
                     one.steps.append(made[1:])
         found = [one.figures(length) for one in self.series]
@@ -362,7 +373,7 @@ def setting(text: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = flags(__doc__)
+    parser = flags(__doc__, deadline=True)
     parser.add_argument("study", nargs="?", default="lengths", choices=STUDIES)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["llama-3.2-1b", "llama-3.1-8b"])
     parser.add_argument("--tasks", nargs="+", choices=TASKS)
@@ -384,6 +395,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     # A shape that trains adapters alone has no `sft`.
     cases = [(x, "lora" if task == "sft" and x in ADAPTERS_ONLY else task) for x, task in cases]
     for shape, task in dict.fromkeys(cases):
+        if time_left(a) <= 0:
+            break
         study = Study(task, shape, a)
         adapters = hasattr(study.task.model, "peft_config")
         facts = {"shape": shape, "task": task, "trained": "adapters" if adapters else "all"}

@@ -340,7 +340,7 @@ def test_the_study_of_settings_has_every_cell(training, run, monkeypatch):
     monkeypatch.setattr(training[0], "apply_liger_kernel", lambda model, options: None)
     rows = run("training", "settings", *TINY, "--lengths", 256, "--implementations", "flashmask", "sdpa")
     cells = [(row["task"], row["setting"], row["implementation"]) for row in rows]
-    alone, shared = ("kept", "compiled+kept"), ("eager", "liger", "compiled")
+    alone, shared = ("kept", "kept+liger", "compiled+kept"), ("eager", "liger", "compiled")
     expected = [("sft", setting, name) for setting in shared for name in ("flashmask", "sdpa")]
     assert sorted(cells) == sorted([*expected, *(("sft", setting, "flashmask") for setting in alone)])
     assert all(int(row["tokens_per_second"]) > 0 for row in rows)
@@ -360,6 +360,21 @@ def test_rows_carry_the_same_mask_in_every_form():
 def test_a_series_ends_before_a_step_that_takes_too_long(training, run):
     flags = ["--tasks", "sft", "--implementations", "flashmask", "--lengths", 256, 512, "--longest", 0]
     assert [row["tokens_per_second"] for row in run("training", *TINY, *flags)][1:] == ["out of time"]
+
+
+@pytest.mark.parametrize(
+    ("calls", "steps", "measured"),
+    [(5, "1", 1), (6, "1", 2), (7, "2", 2)],  # two of the check, two that warm up, then turns of two
+)
+def test_what_was_measured_before_the_deadline_is_written(calls, steps, measured, training, run, monkeypatch):
+    module, taken, _ = training
+    monkeypatch.setattr(module, "time_left", lambda a: 1.0 if len(taken) < calls else -1.0)
+    flags = ["--shapes", "tiny", "--tasks", "sft", "--implementations", "flashmask", "sdpa", "--steps", 3]
+    rows = run("training", *flags, "--lengths", 256, 512)
+    assert len(taken) == calls
+    figures = [row for row in rows if row["tokens_per_second"] != "out of time"]
+    assert [row["length"] for row in figures] == ["256"] * measured
+    assert max(row["steps"] for row in figures) == steps
 
 
 def test_implementations_that_disagree_are_not_timed(training, run):
@@ -426,7 +441,7 @@ def test_kernels_have_kinds(kernel):
 
 def test_grpo(run, capsys):
     flags = ["--models", "tiny", "--cases", "16:8", "--turns", 1, "--generations", 4, "--groups", 1, 2]
-    rows = run("reinforcement", *flags)
+    rows = run("reinforcement", *flags, "--deadline", 1e6)
     assert columns("grpo_h100") == set(rows[0])
     providers = ["flashmask", "flashmask_unshared", "sdpa"]
     assert [(row["groups"], row["provider"]) for row in rows] == [(n, name) for n in "12" for name in providers]
@@ -585,7 +600,11 @@ def test_stages_of_the_demo_are_timed_when_they_are_printed(tmp_path):
         first.passed([sys.executable, "-c", DEMO, "part"], tmp_path)
 
 
-def test_results_name_the_machine_and_the_versions():
+def test_results_name_the_machine_and_the_versions(monkeypatch):
+    import harness
+
+    monkeypatch.setenv("COMMIT", "1234567")
+    assert harness.conditions()["commit"] == "1234567"
     for file in sorted((BENCHMARKS / "results").glob("*.csv")):
         found = columns(file.stem)
         assert set(CONDITIONS) <= found or file.stem == "first_step_cpu", file.name
