@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
@@ -760,24 +761,23 @@ def test_evaluate_takes_raw_rows(task):
     assert build(task).evaluate(raw)["eval_loss"] == pytest.approx(expected, rel=1e-4)
 
 
-def documented():
-    """Return the tests that docs/wrong_setups.md names, by set-up."""
-    root = Path(__file__).parents[1]
-    page = re.sub(r"\n  (?=\S)", " ", (root / "docs" / "wrong_setups.md").read_text())
-    lines = re.findall(r"^- \*\*(.+?)\*\*(.*)$", page, re.MULTILINE)
-    assert len(lines) == page.count("\n- ")
-    return {name: re.findall(r"`([\w/]+\.py)::(\w+)`", rest) for name, rest in lines}
+SETUPS = yaml.safe_load((Path(__file__).parent / "wrong_setups.yaml").read_text())
+"""The tests of every set-up, by its name in docs/wrong_setups.md."""
 
 
-def test_the_documented_tests_exist():
-    """docs/wrong_setups.md names tests for every set-up."""
-    setups = documented()
-    assert len(setups) >= 40
-    for setup, tests in setups.items():
-        assert tests, setup
-        for file, name in tests:
-            assert f"\ndef {name}(" in (Path(__file__).parent / file).read_text(), f"{file}::{name}"
+def test_every_documented_set_up_has_tests():
+    page = re.sub(r"\n  (?=\S)", " ", (Path(__file__).parents[1] / "docs" / "wrong_setups.md").read_text())
+    named = re.findall(r"^- \*\*(.+?)\*\*", page, re.MULTILINE)
+    assert len(named) == page.count("\n- ") >= 40
+    assert sorted(named) == sorted(SETUPS)
+
+
+def test_the_tests_of_the_set_ups_exist():
+    for name, tests in SETUPS.items():
+        assert tests, name
+        for file, test in (reference.split("::") for reference in tests):
+            assert f"\ndef {test}(" in (Path(__file__).parent / file).read_text(), f"{file}::{test}"
 
 
 def test_every_check_is_documented():
-    assert {check.name for check in CHECKS} <= documented().keys()
+    assert {check.name for check in CHECKS} <= SETUPS.keys()
