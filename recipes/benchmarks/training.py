@@ -21,8 +21,8 @@ Implementations:
 Settings join by "+": `eager`; `kept` keeps attention's results (flashmask alone); `liger` runs Liger's kernels;
 `compiled` compiles each layer. All run in turns on one model, after their losses (DPO: log-probabilities, reward
 models: rewards) have agreed. A series ends with a row that says "out of memory", "failed", or "out of time" before a
-step of more than `--longest` seconds or past `--deadline`. `first_step_seconds` and `compilations` are of its first step (a compiled setting
-without compilations has run another's code, or eagerly); `steps` counts the measured ones.
+step of more than `--longest` seconds or past `--deadline`. `first_step_seconds` and `compilations` are of its first
+step (a compiled setting without compilations has run another's code, or eagerly); `steps` counts the measured ones.
 """
 
 # pyright: reportPrivateImportUsage=false
