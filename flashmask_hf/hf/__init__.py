@@ -9,9 +9,9 @@ A model call passes through the modules in this order:
                     mask indices, as marked integer rows
       mask_reader     reads the function as intervals, by symbolic tracing
       merge, windows  join mask indices with padding, and with windows measured by position
-    attention       the function that every layer calls; `ranks` runs it on shards of rows
-      layer_mask      reads marked rows, once per mask
-      late            makes the mask of a layer whose mask the hook did not merge; `keywords` checks its keywords
+    attention       the function that every layer calls; `keywords` checks its keywords, `ranks` runs it on shards
+      layer_mask      reads marked rows, and keeps masks for later layers
+      late            makes the mask of a layer whose mask the hook did not merge
 
 Late are static caches of `generate`, a backbone's `forward` called by hand, engines that drop masks, image and audio
 encoders that ask for none, context parallelism, mask indices beside chunks or a function that is not read, and

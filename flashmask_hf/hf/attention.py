@@ -6,16 +6,21 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from transformers.utils.output_capturing import _active_collector
 
 from flashmask_hf.hf.call import current
-from flashmask_hf.hf.keywords import check_layer
+from flashmask_hf.hf.facts import is_split_by_torch
+from flashmask_hf.hf.keywords import check_keywords, context_parallel_message
 from flashmask_hf.hf.late import late_mask
 from flashmask_hf.hf.layer_mask import BOUNDS, LayerMask, mask_of_rows
 from flashmask_hf.hf.ranks import attend_in_parts, vectors_of_local_heads
 from flashmask_hf.names import FLASHMASK, VECTORS
 from flashmask_hf.parallel.split import active_split
 
-__all__ = ["attention_forward", "is_marked", "layer_mask"]
+__all__ = ["attention_forward", "check_layer", "is_marked", "layer_mask"]
+
+_checked: set[Any] = set()
+"""Checked layers, by class, implementation and types of keywords."""
 
 
 def attention_forward(
@@ -60,15 +65,49 @@ def attention_forward(
             with windows, `position_ids` are not contiguous where a window matters (device-side checks).
     """
     check_layer(module, dropout, kwargs, FLASHMASK)
-    if is_marked(attention_mask):
-        mask = _marked_mask(module, query, key, attention_mask)
-    else:
-        split = active_split(query.shape[2], kwargs.get(VECTORS))
-        if split is not None:
-            return attend_in_parts(split, late_mask, module, query, key, value, attention_mask, scaling, kwargs), None
-        mask = late_mask(module, query, key, attention_mask, kwargs)
+    split = None if is_marked(attention_mask) else active_split(query.shape[2], kwargs.get(VECTORS))
+    if split is not None:
+        return attend_in_parts(split, late_mask, module, query, key, value, attention_mask, scaling, kwargs), None
+    mask = layer_mask(module, query, key, attention_mask, kwargs)
     out = mask.attend(query, key, value, scale=scaling, softcap=kwargs.get("softcap"), sinks=kwargs.get("s_aux"))
     return out.transpose(1, 2), None
+
+
+def check_layer(module: nn.Module, dropout: float, kwargs: dict[str, Any], implementation: str) -> None:
+    """Check a layer's keywords, once per class and types of keywords; and what may change, in every layer.
+
+    Arguments as in `check_keywords`.
+
+    Raises:
+        NotImplementedError: torch's or accelerate's context parallelism is in use (`facts.is_split_by_torch`), or
+            attention weights are asked for.
+        Exception: an error of `check_keywords`.
+    """
+    kind = None
+    if not torch.compiler.is_compiling():  # a compiler would guard on what follows
+        kind = (type(module), implementation, kwargs.get("sliding_window"), *kwargs, *map(type, kwargs.values()))
+        is_known = kind in _checked and current.call is not None and not module._forward_pre_hooks
+        if is_known and not (dropout > 0 and module.training) and not _asks_for_weights(kwargs):
+            return
+    if is_split_by_torch(module):
+        raise NotImplementedError(context_parallel_message(implementation))
+    check_keywords(module, dropout, kwargs, implementation)
+    if _asks_for_weights(kwargs):
+        raise NotImplementedError(
+            f"output_attentions=True: attn_implementation='{implementation}' never has the weights that it would "
+            "return; use attn_implementation='eager' to look at them"
+        )
+    if kind is not None:
+        _checked.add(kind)
+
+
+def _asks_for_weights(kwargs: dict[str, Any]) -> bool:
+    """Return whether a layer's keywords, or hooks of transformers on layers, ask for attention weights."""
+    if kwargs.get("output_attentions"):
+        return True
+    compiling = torch.compiler.is_compiling()  # the collector is then in a global, not in a context variable
+    collected = _active_collector.global_var if compiling else _active_collector.get()
+    return collected is not None and "attentions" in " ".join(collected)
 
 
 def layer_mask(
@@ -86,21 +125,16 @@ def layer_mask(
         query: [B, Hq, Sq, D].
         key: [B, Hkv, Skv, D].
         attention_mask: what `mask_hook` returned, or None.
-        kwargs: the layer's keywords, checked (`keywords.check_layer`).
+        kwargs: the layer's keywords, checked (`check_layer`).
         implementation: what `attn_implementation` is set to.
     """
-    if is_marked(attention_mask):
-        return _marked_mask(module, query, key, attention_mask)
-    return late_mask(module, query, key, attention_mask, kwargs, implementation)
-
-
-def _marked_mask(module: nn.Module, query: Tensor, key: Tensor, rows: Tensor) -> LayerMask:
-    """Return a layer's mask of marked rows, and count the layer in the call."""
+    if not is_marked(attention_mask):
+        return late_mask(module, query, key, attention_mask, kwargs, implementation)
     if not torch.compiler.is_compiling() and current.call is not None:
         current.call.supplied += 1
-    if rows.shape[1] > 1:
-        rows = vectors_of_local_heads(module, rows, query.shape[1], key.shape[1])
-    return mask_of_rows(rows, key.shape[2])
+    if attention_mask.shape[1] > 1:
+        attention_mask = vectors_of_local_heads(module, attention_mask, query.shape[1], key.shape[1])
+    return mask_of_rows(attention_mask, key.shape[2])
 
 
 def is_marked(rows: Any) -> TypeGuard[Tensor]:

@@ -39,6 +39,7 @@ class Call:
         model: the model.
         state: what is known of the model.
         named: its arguments by name. Every reader checks types.
+        get: returns an argument by name, or None.
         indices: the caller's mask indices, unchecked.
         tokens: the input_ids [B, S], else the inputs_embeds [B, S, D], or None.
         outer: the call of the model that this one is a submodel of.
@@ -53,6 +54,7 @@ class Call:
         self.args, self.kwargs = args, kwargs
         self.state: ModelState = state_of(model)
         self.named = named_arguments(model, args, kwargs)
+        self.get = self.named.get
         self.indices: Any = self.named.get(VECTORS)
         tokens = self.named.get("input_ids")
         tokens = self.named.get("inputs_embeds") if tokens is None else tokens
@@ -63,10 +65,6 @@ class Call:
     def changed(self, named: dict[str, Any]) -> Call:
         """Return the same call with other arguments."""
         return Call(self.model, (), named, self.outer)
-
-    def get(self, name: str) -> Any:
-        """Return an argument, or None."""
-        return self.named.get(name)
 
     def tensor(self, name: str, dim: int | None = None) -> Tensor | None:
         """Return an argument if it is a tensor with `dim` axes, else None."""

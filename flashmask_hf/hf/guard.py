@@ -9,7 +9,7 @@ from flashmask_hf.hf.call import Call, current_calls
 from flashmask_hf.hf.checks import run_checks
 from flashmask_hf.hf.rewrites import rewrite
 from flashmask_hf.mask import FlashMask
-from flashmask_hf.names import NAMES, VECTORS
+from flashmask_hf.names import HASH, NAMES, QK, VECTORS
 from flashmask_hf.sparse.hf import warn_of_unread_options
 
 __all__ = ["run_call"]
@@ -23,8 +23,10 @@ def run_call(original: Callable[..., Any], model: Any, /, *args: Any, **kwargs: 
     Raises:
         Exception: an error of `CHECKS`; or what the model raises.
     """
-    warn_of_unread_options(model)
-    is_another = model.config._attn_implementation not in NAMES and kwargs.get(VECTORS) is None
+    config = model.config
+    if getattr(config, HASH, None) is not None or getattr(config, QK, None) is not None:
+        warn_of_unread_options(model)
+    is_another = config._attn_implementation not in NAMES and kwargs.get(VECTORS) is None
     if is_another and not any(isinstance(x, FlashMask) for x in (*args, kwargs.get("attention_mask"))):
         return original(model, *args, **kwargs)
     calls = current_calls()

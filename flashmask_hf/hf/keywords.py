@@ -7,13 +7,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.utils.output_capturing import _active_collector
 
-from flashmask_hf.hf.call import current
-from flashmask_hf.hf.facts import is_split_by_torch
 from flashmask_hf.names import HASH, PACKED_INDEX, QK, VECTORS
 
-__all__ = ["check_keywords", "check_layer", "check_window", "context_parallel_message"]
+__all__ = ["check_keywords", "check_window", "context_parallel_message"]
 
 _USED = {"cu_seq_lens_q", "is_causal", "position_ids", "s_aux", "sliding_window", "softcap", VECTORS}
 """Keywords that change the result and are implemented."""
@@ -76,31 +73,6 @@ _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 _warned: set[str] = set()
 """Unknown keywords that this process has warned of."""
 
-_checked: set[Any] = set()
-"""Checked layers, by class, implementation and types of keywords."""
-
-
-def check_layer(module: nn.Module, dropout: float, kwargs: dict[str, Any], implementation: str) -> None:
-    """Check a layer's keywords, once per class and types of keywords; and what may change, in every layer.
-
-    Arguments as in `check_keywords`.
-
-    Raises:
-        NotImplementedError: torch's or accelerate's context parallelism is in use (`facts.is_split_by_torch`).
-        Exception: an error of `check_keywords`.
-    """
-    kind = None
-    if not torch.compiler.is_compiling():  # a compiler would guard on what follows
-        kind = (type(module), implementation, kwargs.get("sliding_window"), *kwargs, *map(type, kwargs.values()))
-        is_known = kind in _checked and current.call is not None and not module._forward_pre_hooks
-        if is_known and not (dropout > 0 and module.training) and not _asks_for_weights(kwargs):
-            return
-    if is_split_by_torch(module):
-        raise NotImplementedError(context_parallel_message(implementation))
-    check_keywords(module, dropout, kwargs, implementation)
-    if kind is not None:
-        _checked.add(kind)
-
 
 def check_keywords(module: nn.Module, dropout: float, kwargs: dict[str, Any], implementation: str) -> None:
     """Raise for unimplemented keywords that would change the result; warn once of each unknown one.
@@ -114,8 +86,7 @@ def check_keywords(module: nn.Module, dropout: float, kwargs: dict[str, Any], im
     Raises:
         TypeError: a keyword that looks like `startend_row_indices` and is not.
         ValueError: dropout in training, or a sliding window of less than one token.
-        NotImplementedError: a keyword that is not implemented, options of another implementation, or attention weights
-            are asked for.
+        NotImplementedError: a keyword that is not implemented, or options of another implementation.
     """
     asked = f"attn_implementation='{implementation}'"
     if dropout > 0 and module.training:
@@ -127,11 +98,6 @@ def check_keywords(module: nn.Module, dropout: float, kwargs: dict[str, Any], im
             "model_init_kwargs, config_kwargs of SentenceTransformer), or 'sdpa'"
         )
     check_window(kwargs.get("sliding_window"))
-    if _asks_for_weights(kwargs):
-        raise NotImplementedError(
-            f"output_attentions=True: {asked} never has the weights that it would return; use "
-            "attn_implementation='eager' to look at them"
-        )
     for name, value in kwargs.items():
         if name in _USED or name in _HARMLESS or value is None or _SPARSE.get(name) == implementation:
             continue
@@ -165,15 +131,6 @@ def check_window(window: Any) -> None:
             f"sliding_window must be at least 1, got {window}, which hides every key; set it to None in the model's "
             "config for no window"
         )
-
-
-def _asks_for_weights(kwargs: dict[str, Any]) -> bool:
-    """Return whether a layer's keywords, or hooks of transformers on layers, ask for attention weights."""
-    if kwargs.get("output_attentions"):
-        return True
-    compiling = torch.compiler.is_compiling()  # the collector is then in a global, not in a context variable
-    collected = _active_collector.global_var if compiling else _active_collector.get()
-    return collected is not None and "attentions" in " ".join(collected)
 
 
 def context_parallel_message(implementation: str) -> str:

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from flashmask_hf.hf.call import record_documents
 from flashmask_hf.hf.documents import UNBOUNDED, Documents, of_bounds, of_positions
 from flashmask_hf.hf.families import family_of
-from flashmask_hf.hf.layer_mask import TEXT_ONLY, LayerMask, check_hook_result
-from flashmask_hf.hf.mask_cache import cached_mask
+from flashmask_hf.hf.layer_mask import TEXT_ONLY, LayerMask, cached_mask, check_hook_result
 from flashmask_hf.hf.merge import check_form, supplied_mask
 from flashmask_hf.hf.ranks import vectors_of_local_heads
 from flashmask_hf.mask import FlashMask

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from flashmask_hf.hf.checks.trees import tree_positions_fit, tree_positions_message
-from flashmask_hf.hf.layer_mask import LayerMask, hidden_keys
-from flashmask_hf.hf.mask_cache import cached_mask
+from flashmask_hf.hf.layer_mask import LayerMask, cached_mask, hidden_keys
 from flashmask_hf.hf.windows import apply_window
 from flashmask_hf.intervals import hide_keys
 from flashmask_hf.mask import FlashMask

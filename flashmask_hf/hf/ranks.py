@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flashmask_hf.hf.layer_mask import LayerMask, check_hook_result, hidden_keys
-from flashmask_hf.hf.mask_cache import cached_mask, check_once
+from flashmask_hf.hf.layer_mask import LayerMask, cached_mask, check_hook_result, hidden_keys
 from flashmask_hf.intervals import count_rows_before, without_causal_flag
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import VECTORS
@@ -81,26 +80,31 @@ def attend_in_parts(
 def _refuse_padding(attention_mask: Any) -> None:
     """Raise if a 2D mask, which covers this shard alone, hid a key."""
     check_hook_result(attention_mask)
-    check_once(
-        (attention_mask,),
-        ("padding",),
-        lambda: ~hidden_keys(attention_mask, attention_mask.shape[3]).any(),
-        f"a 2D attention_mask hides tokens of a row that is split over processes; leave it out, {VECTORS} mark padding",
-    )
+
+    def check() -> None:
+        device_assert(
+            ~hidden_keys(attention_mask, attention_mask.shape[3]).any(),
+            "a 2D attention_mask hides tokens of a row that is split over processes; leave it out, "
+            f"{VECTORS} mark padding",
+        )
+
+    cached_mask((attention_mask,), ("padding",), check)
 
 
 def _check_positions(position_ids: Any, split: RowSplit) -> None:
     """Raise if a layer's positions [B or 1, S / N], if it gets them, differ from the split's."""
     if not isinstance(position_ids, Tensor) or position_ids.dim() != 2 or position_ids.shape[1] != split.rows.shape[1]:
         return
-    check_once(
-        (position_ids, split.position_ids, split.rows),
-        ("positions", split.group),
-        lambda: (position_ids == split.own_positions.to(position_ids.device)).all(),
-        "position_ids of a part of a row are missing, or differ from those that sequence_parallel was given; make the "
-        "inputs of the model with split.shard(batch), or pass split.own_positions",
-        per_forward=False,
-    )
+
+    def check() -> None:
+        device_assert(
+            (position_ids == split.own_positions.to(position_ids.device)).all(),
+            "position_ids of a part of a row are missing, or differ from those that sequence_parallel was given; make "
+            "the inputs of the model with split.shard(batch), or pass split.own_positions",
+        )
+
+    sources = (position_ids, split.position_ids, split.rows)
+    cached_mask(sources, ("positions", split.group), check, per_forward=False)
 
 
 def _vectors_of_heads(vectors: Tensor, heads: int, kv_heads: int, split: RowSplit) -> Tensor:

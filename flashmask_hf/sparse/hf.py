@@ -27,8 +27,7 @@ from torch.compiler import is_compiling
 from transformers import PreTrainedModel
 
 from flashmask_hf._numbers import as_integer, check_bool
-from flashmask_hf.hf.attention import layer_mask
-from flashmask_hf.hf.keywords import check_layer
+from flashmask_hf.hf.attention import check_layer, layer_mask
 from flashmask_hf.hf.layer_mask import LayerMask
 from flashmask_hf.hf.models import state_of
 from flashmask_hf.mask import FlashMask

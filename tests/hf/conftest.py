@@ -5,14 +5,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from flashmask_hf.hf import keywords
+from flashmask_hf.hf import attention, keywords
 
 
 @pytest.fixture(autouse=True)
 def _isolate(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     monkeypatch.setattr(keywords, "_warned", set())
-    monkeypatch.setattr(keywords, "_checked", set())
+    monkeypatch.setattr(attention, "_checked", set())
 
 
 @pytest.fixture

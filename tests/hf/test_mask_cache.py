@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from flashmask_hf import masks
 from flashmask_hf._call import plan_cache as plan_operator
-from flashmask_hf.hf import late, mask_cache, merge, ranks
+from flashmask_hf.hf import late, layer_mask, merge, ranks
 from flashmask_hf.hf.attention import attention_forward
 from flashmask_hf.hf.mask_hook import mask_hook
 from flashmask_hf.long_rows.checkpointing import enable_checkpointing
@@ -22,7 +22,7 @@ from flashmask_hf.long_rows.checkpointing import enable_checkpointing
 def cache(monkeypatch):
     """Return the entries of a cache that only this test uses."""
     entries = collections.OrderedDict()
-    monkeypatch.setattr(mask_cache, "_entries", entries)
+    monkeypatch.setattr(layer_mask, "_entries", entries)
     return entries
 
 
@@ -100,39 +100,39 @@ def test_a_mask_does_not_keep_the_tensor_that_it_reads(cache, name):
 
 def test_the_number_of_masks_is_bounded(cache):
     query = torch.randn(1, 2, 4, 8)
-    kept = [masks.causal_document([1, 3]).indices for _ in range(mask_cache._CAPACITY + 3)]
+    kept = [masks.causal_document([1, 3]).indices for _ in range(layer_mask._CAPACITY + 3)]
     for vectors in kept:
         attention_forward(torch.nn.Module(), query, query, query, None, startend_row_indices=vectors)
-    assert len(cache) == mask_cache._CAPACITY
+    assert len(cache) == layer_mask._CAPACITY
 
 
 def test_a_mask_that_is_built_again_is_the_newest(cache):
-    kept = [torch.zeros(1, dtype=torch.int32) for _ in range(mask_cache._CAPACITY + 1)]
+    kept = [torch.zeros(1, dtype=torch.int32) for _ in range(layer_mask._CAPACITY + 1)]
     for x in kept[:-1]:
-        mask_cache.cached_mask((x,), (), object)
+        layer_mask.cached_mask((x,), (), object)
     kept[0].add_(1)
-    again = mask_cache.cached_mask((kept[0],), (), object)
-    last = mask_cache.cached_mask((kept[-1],), (), object)
-    assert mask_cache.cached_mask((kept[0],), (), object) is again
-    assert mask_cache.cached_mask((kept[-1],), (), object) is last
+    again = layer_mask.cached_mask((kept[0],), (), object)
+    last = layer_mask.cached_mask((kept[-1],), (), object)
+    assert layer_mask.cached_mask((kept[0],), (), object) is again
+    assert layer_mask.cached_mask((kept[-1],), (), object) is last
 
 
 def test_views_of_one_memory_that_differ_have_masks_of_their_own(cache):
     memory = torch.zeros(8, dtype=torch.int32)
     views = memory[:4], memory[::2], memory[:4].view(torch.float32)
-    assert len({mask_cache.cached_mask((x,), (), object) for x in views}) == 3
+    assert len({layer_mask.cached_mask((x,), (), object) for x in views}) == 3
 
 
 def test_the_memory_of_freed_sources_is_not_used_again(cache):
     first = torch.zeros(1)
-    found = [mask_cache.cached_mask((first, torch.zeros(1000)), (), object) for _ in range(5)]
+    found = [layer_mask.cached_mask((first, torch.zeros(1000)), (), object) for _ in range(5)]
     assert len(set(found)) == 5
 
 
 def test_masks_of_fake_tensors_are_not_kept(cache):
     with FakeTensorMode():
         x = torch.zeros(1, dtype=torch.int32)
-        assert mask_cache.cached_mask((x,), (), lambda: 1) == 1
+        assert layer_mask.cached_mask((x,), (), lambda: 1) == 1
     assert not cache
 
 
@@ -156,7 +156,7 @@ def test_a_mask_may_be_dropped_at_once(plans, monkeypatch):
             super().__setitem__(key, value)
             del self[key]
 
-    monkeypatch.setattr(mask_cache, "_entries", Full())
+    monkeypatch.setattr(layer_mask, "_entries", Full())
     query, vectors = torch.randn(1, 2, 8, 8).requires_grad_(), masks.causal_document([3, 5]).indices
     for count in (1, 2):
         attention_forward(torch.nn.Module(), query, query, query, None, startend_row_indices=vectors)
@@ -251,7 +251,7 @@ def test_columns_made_in_inference_mode_have_one_mask(cache):
     """Those of the hook are new in each forward, and nobody changes them in place."""
     with torch.inference_mode():
         columns = torch.zeros(1, dtype=torch.int32)
-        first, second = (mask_cache.cached_mask((columns,), (), object) for _ in range(2))
+        first, second = (layer_mask.cached_mask((columns,), (), object) for _ in range(2))
     assert first is second
 
 
@@ -260,7 +260,7 @@ def test_each_stream_has_masks_of_its_own(cache, windows, monkeypatch):
     query, module = torch.randn(1, 2, 8, 8), torch.nn.Module()
     vectors = masks.causal_document([3, 5]).indices
     for stream, count in ((1, 1), (2, 2), (1, 2), (2, 2)):
-        for user in (mask_cache, late):
+        for user in (layer_mask, late):
             monkeypatch.setattr(user, "stream_of", lambda x: (0, stream))  # noqa: B023
         attention_forward(module, query, query, query, None, startend_row_indices=vectors, sliding_window=3)
         attention_forward(module, query, query, query, None)
@@ -273,7 +273,7 @@ def test_a_graph_reads_vectors_again(cache, windows, monkeypatch):
     query, module = torch.randn(1, 2, 8, 8), torch.nn.Module()
     vectors = masks.causal_document([3, 5]).indices
     for capturing, count in ((False, 1), (True, 2), (True, 3), (False, 3)):
-        for user in (mask_cache, late):
+        for user in (layer_mask, late):
             monkeypatch.setattr(user, "is_capturing", lambda x: capturing)  # noqa: B023
         attention_forward(module, query, query, query, None, startend_row_indices=vectors, sliding_window=3)
         attention_forward(module, query, query, query, None)

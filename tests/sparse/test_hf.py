@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig,
 from transformers.utils import generic
 
 from flashmask_hf import FlashMask, masks
-from flashmask_hf.hf import keywords
+from flashmask_hf.hf import attention, keywords
 from flashmask_hf.hf.mask_hook import mask_hook
 from flashmask_hf.long_rows.checkpointing import enable_checkpointing
 from flashmask_hf.sparse import directions as drawing
@@ -30,7 +30,7 @@ def _isolate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Start with the same random state, no keyword warned of and no compiled code."""
     torch.manual_seed(0)
     monkeypatch.setattr(keywords, "_warned", set())
-    monkeypatch.setattr(keywords, "_checked", set())
+    monkeypatch.setattr(attention, "_checked", set())
     torch.compiler.reset()
     yield
     torch.compiler.reset()
