@@ -132,6 +132,6 @@ def test_other_kernels_keep_their_names(registered: bool, monkeypatch: pytest.Mo
 def test_a_config_that_keeps_the_name_elsewhere_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"keeps the name of an attention .*_attn_implementation of object"):
         patches.read_kernel_names(object)
-    getter = vars(PreTrainedConfig)["_attn_implementation"]
+    stored = vars(PreTrainedConfig)["_attn_implementation_internal"]
     patches.read_kernel_names(PreTrainedConfig)
-    assert vars(PreTrainedConfig)["_attn_implementation"] is getter
+    assert vars(PreTrainedConfig)["_attn_implementation_internal"] is stored

@@ -266,29 +266,32 @@ def check_calls(model_class: Any) -> None:
 # 6. A kernel of the Hub that holds this package is "flashmask".
 
 
+class _AttentionName:
+    """Storage of the name of a config's attention, read as fast as any attribute."""
+
+    def __set__(self, config: Any, name: Any) -> None:
+        if name is self:  # which a config reads before it has a name
+            name = None
+        is_ours = isinstance(name, str) and AttentionInterface._global_mapping.get(name) is attention_forward
+        vars(config)[_NAME] = FLASHMASK if is_ours else name
+
+
+_NAME = "_attn_implementation_internal"
+
+
 def read_kernel_names(config_class: Any) -> None:
     """Make a config that names a Hub kernel of this package report its attention as "flashmask".
 
-    Patched: the getter of `PreTrainedConfig._attn_implementation`.
+    Patched: `PreTrainedConfig._attn_implementation_internal`, where a config and a model that loads a kernel store it.
 
     Why: transformers registers a kernel "ORG/NAME" under that name, with the dense mask of "sdpa". Code that asks a
     config for "flashmask" would miss it, and "flash" in the name would be taken for FlashAttention.
 
-    Checked: it is a property.
+    Checked: `_attn_implementation` is a property that reads it.
 
     """
-    original = getattr(config_class, "_attn_implementation", None)
-    get: Any = getattr(original, "fget", None)
-    if hasattr(get, "patched"):
-        return
-    if not isinstance(original, property):
+    asked: Any = getattr(config_class, "_attn_implementation", None)
+    if not isinstance(asked, property) or _NAME not in asked.fget.__code__.co_names:  # type: ignore[union-attr]
         _refuse_version("keeps the name of an attention", f"_attn_implementation of {config_class.__name__}")
-
-    @functools.wraps(get)
-    def patched(self: Any) -> Any:
-        name = get(self)
-        is_hub = isinstance(name, str) and "/" in name
-        return FLASHMASK if is_hub and AttentionInterface._global_mapping.get(name) is attention_forward else name
-
-    patched.patched = True  # type: ignore[attr-defined]
-    config_class._attn_implementation = property(patched, original.fset, original.fdel, original.__doc__)
+    if not hasattr(config_class, _NAME):
+        setattr(config_class, _NAME, _AttentionName())

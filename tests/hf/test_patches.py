@@ -17,6 +17,7 @@ from transformers import (
     GPTJConfig,
     GPTNeoConfig,
     Llama4TextConfig,
+    LlavaConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -346,6 +347,12 @@ def test_the_patch_of_a_property_refuses_unknown_code(found):
     owner = type("Owner", (), {} if found is None else {"_attn_implementation": found})
     with pytest.raises(RuntimeError, match=r"_attn_implementation of Owner.*install a version it was tested"):
         patches.read_kernel_names(owner)
+
+
+def test_a_config_whose_parts_alone_get_an_attention_has_none():
+    config = LlavaConfig(text_config=llama_config(), attn_implementation={"text_config": "flashmask"})
+    assert config._attn_implementation is None
+    assert config.text_config._attn_implementation == "flashmask"
 
 
 def test_the_versions_of_the_message_are_those_that_pip_installs():
