@@ -11,7 +11,7 @@ from torch import Tensor
 from flashmask_hf._numbers import check_bool
 from flashmask_hf.mask import FlashMask, check_fit
 
-__all__ = ["Arguments", "check_arguments", "check_tensors"]
+__all__ = ["Arguments", "Inputs", "check_arguments", "check_tensors"]
 
 _LEAST, _MOST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max * math.log(2) / 2
 """Bounds of a factor that kernels hold in float32, as it is and doubled in units of log2."""
@@ -28,6 +28,21 @@ class Arguments(NamedTuple):
     softcap: float | None = None
     impl: str | None = None
     deterministic: bool = False
+
+
+class Inputs(NamedTuple):
+    """The tensors that an operator of attention attends with."""
+
+    q: Tensor
+    """[B, Hq, Sq, D]"""
+    k: Tensor
+    """[B, Hkv, Skv, D]"""
+    v: Tensor
+    """[B, Hkv, Skv, Dv]"""
+    sinks: Tensor | None
+    """[Hq]"""
+    indices: Tensor
+    """Of the mask, int32 [B or 1, Hm, Skv, n]."""
 
 
 def check_arguments(q: Tensor, k: Tensor, v: Tensor, mask: FlashMask, sinks: Tensor | None, given: Arguments) -> None:

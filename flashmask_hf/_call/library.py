@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from itertools import chain
 from operator import itemgetter
 from typing import Any, NamedTuple, get_type_hints
 
@@ -88,12 +87,15 @@ def _differentiable(registered: Any, derivative: Derivative, pack: Callable[[tup
     It calls the operator again below autograd.
     """
 
+    # `Recorded` keeps it: it must not hold the inputs, which hooks may offload.
     def below_autograd(*inputs: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
             return registered(*inputs)
 
-    def run(*packed: Any) -> Any:  # `Recorded` keeps it: it must not hold the inputs, which hooks may offload
-        return below_autograd(*chain.from_iterable(x if hasattr(x, "_fields") else (x,) for x in packed))
+    def save(ctx: Any, output: Any, *inputs: Any) -> None:
+        derivative.save(ctx, output, *pack(inputs))
+
+    flat = Derivative(save, derivative.backward)
 
     def differentiable(*inputs: Any) -> Any:
         if not torch.is_grad_enabled() or not torch._C._any_requires_grad(*inputs):
@@ -103,7 +105,7 @@ def _differentiable(registered: Any, derivative: Derivative, pack: Callable[[tup
                 "attention has no derivatives of torch.func's (grad, vjp, jacrev); take Tensor.backward or "
                 "torch.autograd.grad, or flashmask_attention's impl='reference'"
             )
-        return Recorded.apply(derivative, run, *pack(inputs))
+        return Recorded.apply(flat, below_autograd, *inputs)
 
     return differentiable
 

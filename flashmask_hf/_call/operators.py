@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flashmask_hf import torch_internals
-from flashmask_hf._call.arguments import Arguments
+from flashmask_hf._call.arguments import Arguments, Inputs
 from flashmask_hf._call.call import Call, resolve_operator
 from flashmask_hf._call.library import Derivative, Recorded, no_derivatives, no_second_derivatives, operator
 from flashmask_hf._call.plan_cache import plan_of
@@ -66,7 +66,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
     # With create_graph=True the operator raises that there are no second derivatives.
     if call is None or torch.is_grad_enabled() or torch_internals.is_intercepted(dout, dlse):
         causal, arguments = ctx.options if call is None else (call.causal, call.arguments)
-        found = flash_attn_backward(dout, dlse, q, k, v, sinks, out, lse, indices, *ctx.plan, causal, *arguments)
+        found = flash_attn_backward(dout, dlse, out, lse, q, k, v, sinks, indices, *ctx.plan, causal, *arguments)
     else:
         found = call.backward(dout, q, k, v, sinks, lse, (out, dlse), indices, ctx.plan)
     return found[:3] if sinks is None else found
@@ -78,25 +78,16 @@ _record: Any = super(torch.autograd.Function, Recorded).apply  # pyright: ignore
 """`Recorded.apply` without its checks for `torch.func`, which take 2.6 of 19 us; `resolve` has made them."""
 
 
-@operator(lambda q, k, v, *_: results_like(q, v), _DERIVATIVE)
-def flash_attn_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    indices: Tensor,
-    plan: Plan,
-    causal: bool,
-    arguments: Arguments,
-) -> tuple[Tensor, Tensor]:
+def _save_inputs(ctx: Any, output: tuple[Tensor, Tensor], inputs: Inputs, *options: Any) -> None:
+    _save(ctx, output, *inputs, *options)
+
+
+@operator(lambda inputs, *_: results_like(inputs.q, inputs.v), Derivative(_save_inputs, _differentiate))
+def flash_attn_forward(inputs: Inputs, plan: Plan, causal: bool, arguments: Arguments) -> tuple[Tensor, Tensor]:
     """Masked attention; differentiable in q, k, v and sinks, through both results.
 
     Args:
-        q: [B, Hq, Sq, D].
-        k: [B, Hkv, Skv, D].
-        v: [B, Hkv, Skv, Dv].
-        sinks: [Hq] or None.
-        indices: int32 [B or 1, Hm, Skv, n].
+        inputs: as in `flashmask_attention`.
         plan: of the mask.
         causal: as in `FlashMask`.
         arguments: as in `flashmask_attention`; "reference" has no operator.
@@ -104,29 +95,23 @@ def flash_attn_forward(
     Returns:
         out [B, Hq, Sq, Dv] in q's dtype, stored as [B, Sq, Hq, Dv]; lse [B, Hq, Sq] float32 (float64 for float64 q).
     """
-    call = resolve_operator(q, k, v, sinks, indices, causal, arguments)
-    return call.forward(q, k, v, sinks, indices, plan)
+    return resolve_operator(*inputs, causal, arguments).forward(*inputs, plan)
 
 
-def gradients_like(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def gradients_like(inputs: Inputs, lse: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return uninitialised gradients of q, k, v and sinks (empty without sinks)."""
+    q, k, v, sinks, _ = inputs
     dsinks = lse.new_empty(0) if sinks is None else torch.empty_like(sinks)
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dsinks
 
 
-@operator(lambda dout, dlse, q, k, v, sinks, out, lse, *_: gradients_like(q, k, v, sinks, lse), no_second_derivatives)
+@operator(lambda dout, dlse, out, lse, inputs, *_: gradients_like(inputs, lse), no_second_derivatives)
 def flash_attn_backward(
     dout: Tensor,
     dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    indices: Tensor,
+    inputs: Inputs,
     plan: Plan,
     causal: bool,
     arguments: Arguments,
@@ -136,15 +121,14 @@ def flash_attn_backward(
     `dout` [B, Hq, Sq, Dv] and `dlse` [B, Hq, Sq] or None are the gradients of the forward's results. The other
     arguments are as in the forward.
     """
-    call = resolve_operator(q, k, v, sinks, indices, causal, arguments)
+    q, k, v, sinks, indices = inputs
+    call = resolve_operator(*inputs, causal, arguments)
     dq, dk, dv, dsinks = call.backward(dout, q, k, v, sinks, lse, (out, dlse), indices, plan)
     return dq, dk, dv, lse.new_empty(0) if dsinks is None else dsinks
 
 
-@operator(lambda q, k, v, *_: results_like(q, v), no_derivatives)
-def flash_attn_decode(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor, causal: bool, arguments: Arguments
-) -> tuple[Tensor, Tensor]:
+@operator(lambda inputs, *_: results_like(inputs.q, inputs.v), no_derivatives)
+def flash_attn_decode(inputs: Inputs, causal: bool, arguments: Arguments) -> tuple[Tensor, Tensor]:
     """Masked attention of few query rows, without a plan and without gradients.
 
     Arguments and results are as in `flash_attn_forward`.
@@ -152,4 +136,4 @@ def flash_attn_decode(
     Raises:
         ValueError: a value of `indices` lies outside 0..Sq. On a GPU it is an assertion of the device.
     """
-    return resolve_operator(q, k, v, sinks, indices, causal, arguments).decode(q, k, v, sinks, indices)
+    return resolve_operator(*inputs, causal, arguments).decode(*inputs)

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
 import torch
 from torch import Tensor
 
@@ -46,12 +48,8 @@ def qk_sparse(q_keep: Tensor, k_keep: Tensor, *, mask: FlashMask | None = None, 
         tensor([[3, 3, 3, 3],
                 [0, 1, 2, 4]], dtype=torch.int32)
     """
-    check_keep(q_keep, k_keep)
-    hidden_from = first_hidden_rows(mask, q_keep, k_keep)
-    if mask is not None:
-        mask.validate(q_keep.shape[-1])
-    columns, _, _ = sorted_columns((~q_keep).byte(), (~k_keep).byte(), hidden_from, dropped=1)
-    return FlashMask(columns.to(device), causal=False, q_len=q_keep.shape[-1])
+    check_pair("keep", q_keep, k_keep)
+    return _sorted_mask((~q_keep).byte(), (~k_keep).byte(), mask, device, dropped=1)
 
 
 def hash_sparse(
@@ -94,28 +92,25 @@ def hash_sparse(
         tensor([[2, 2, 4, 4],
                 [0, 1, 2, 3]], dtype=torch.int32)
     """
-    check_buckets(q_bucket, k_bucket)
+    check_pair("bucket", q_bucket, k_bucket)
     check_bool("exclude_self", exclude_self)
+    return _sorted_mask(q_bucket, k_bucket, mask, device, exclude_self=exclude_self)
+
+
+def _sorted_mask(q_bucket: Tensor, k_bucket: Tensor, mask: FlashMask | None, device: Device, **how: Any) -> FlashMask:
+    """Return the mask of sorted rows; `how` are arguments of `sorted_columns`."""
     hidden_from = first_hidden_rows(mask, q_bucket, k_bucket)
+    q_len = q_bucket.shape[-1]
     if mask is not None:
-        mask.validate(q_bucket.shape[-1])
-    columns, _, _ = sorted_columns(q_bucket, k_bucket, hidden_from, exclude_self=exclude_self)
-    return FlashMask(columns.to(device), causal=False, q_len=q_bucket.shape[-1])
+        mask.validate(q_len)
+    columns, _, _ = sorted_columns(q_bucket, k_bucket, hidden_from, **how)
+    return FlashMask(columns.to(device), causal=False, q_len=q_len)
 
 
-def check_keep(q_keep: Tensor, k_keep: Tensor) -> None:
-    """Raise unless q_keep and k_keep are bool [B, H, Sq] and [B, Hkv, Skv] that fit each other."""
-    _check_paired("q_keep", q_keep, "k_keep", k_keep, {torch.bool})
-
-
-def check_buckets(q_bucket: Tensor, k_bucket: Tensor) -> None:
-    """Raise unless q_bucket and k_bucket are int [B, H, Sq] and [B, Hkv, Skv] that fit each other."""
-    _check_paired("q_bucket", q_bucket, "k_bucket", k_bucket, INTEGERS)
-
-
-def _check_paired(q_name: str, q: Tensor, k_name: str, k: Tensor, dtypes: set[torch.dtype]) -> None:
-    """Raise unless q [B, H, Sq] and k [B, Hkv, Skv] have an allowed dtype, one device and batch, and H % Hkv == 0."""
-    wanted = "bool" if torch.bool in dtypes else "integer"
+def check_pair(kind: Literal["keep", "bucket"], q: Tensor, k: Tensor) -> None:
+    """Raise unless q [B, H, Sq] and k [B, Hkv, Skv], bool or int by `kind`, have one device and batch, H % Hkv == 0."""
+    wanted, dtypes = ("bool", {torch.bool}) if kind == "keep" else ("integer", INTEGERS)
+    q_name, k_name = f"q_{kind}", f"k_{kind}"
     for name, value in ((q_name, q), (k_name, k)):
         if not isinstance(value, Tensor) or value.dtype not in dtypes:
             got = value.dtype if isinstance(value, Tensor) else type(value).__name__
@@ -159,9 +154,8 @@ def sorted_columns(
     q_bucket: Tensor,
     k_bucket: Tensor,
     hidden_from: Tensor | None,
-    *,
     exclude_self: bool = False,
-    dropped: int | None = None,
+    dropped: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sort queries and keys stably by bucket, and return the mask indices of `hash_sparse` for that order.
 
@@ -170,7 +164,7 @@ def sorted_columns(
         k_bucket: int [B, Hkv, Skv].
         hidden_from: result of `first_hidden_rows`.
         exclude_self: as in `hash_sparse`.
-        dropped: bucket that sees nothing; None drops none.
+        dropped: bucket that sees nothing; -1 is none.
 
     Returns:
         Indices int32 [B, Hq, Skv, 2]; the orders of queries and keys, int64 [B, Hq, Sq] and [B, Hkv, Skv].
@@ -194,7 +188,7 @@ def sorted_columns(
     if hidden_from is not None:
         by_head = hidden_from.repeat_interleave(heads // hidden_from.shape[1], 1).expand(batch, heads, kv_len)
         end = sorted_row(by_head.gather(-1, key))
-    if dropped is not None:
+    if dropped >= 0:
         end = torch.where(bucket == dropped, start, end)
         first = first.masked_fill(bucket == dropped, q_len)
     # first >= end hides all rows.

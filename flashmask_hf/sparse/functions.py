@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
-from flashmask_hf._call.arguments import Arguments, check_tensors
+from flashmask_hf._call.arguments import Arguments, Inputs, check_tensors
 from flashmask_hf._call.call import resolve
 from flashmask_hf._call.plan_cache import plan_of
 from flashmask_hf._numbers import as_integer, check_bool
 from flashmask_hf.mask import FlashMask
-from flashmask_hf.masks.sorted import check_buckets, check_keep, first_hidden_rows
-from flashmask_hf.sparse.operators import flash_attn_sparse_decode, flash_attn_sparse_forward, nearest, sort_sparse
+from flashmask_hf.masks.sorted import check_pair, first_hidden_rows
+from flashmask_hf.sparse.operators import (
+    Places,
+    flash_attn_sparse_decode,
+    flash_attn_sparse_forward,
+    nearest,
+    sort_sparse,
+)
 
 __all__ = ["hash_sparse_attention", "lsh_buckets", "qk_sparse_attention"]
 
@@ -61,14 +69,13 @@ def qk_sparse_attention(
         >>> qk_sparse_attention(q, k, v, keep, keep)[0, 0, :, 0] == 0
         tensor([False,  True, False,  True, False,  True, False,  True])
     """
-    _check(q, k, v, "q_keep", q_keep, "k_keep", k_keep)
-    check_keep(q_keep, k_keep)
+    _check(q, k, v, "keep", q_keep, k_keep)
     hidden_from = first_hidden_rows(mask, q_keep, k_keep)
     # Bucket 1, the dropped rows, sees nothing.
     columns, q_order, k_order = sort_sparse((~q_keep).byte(), (~k_keep).byte(), hidden_from, 2, False, 1)
     q_kept, k_kept = (keep.sum(-1, dtype=torch.int32) for keep in (q_keep, k_keep))
     given = Arguments(scale, softcap, None, deterministic)
-    return _attend(q, k, v, sinks, columns, (q_order, q_kept), (k_order, k_kept), given)
+    return _attend(Inputs(q, k, v, sinks, columns), Places(q_order, q_kept, k_order, k_kept), given)
 
 
 def hash_sparse_attention(
@@ -120,15 +127,14 @@ def hash_sparse_attention(
         >>> hash_sparse_attention(q, q, v, buckets, buckets, n_buckets=4).shape
         torch.Size([1, 2, 8, 16])
     """
-    _check(q, k, v, "q_bucket", q_bucket, "k_bucket", k_bucket)
-    check_buckets(q_bucket, k_bucket)
+    _check(q, k, v, "bucket", q_bucket, k_bucket)
     if n_buckets is not None:
         n_buckets = as_integer("n_buckets", n_buckets, 1, 2**31 - 1, why="None if it is not known")
     check_bool("exclude_self", exclude_self)
     hidden_from = first_hidden_rows(mask, q_bucket, k_bucket)
     columns, q_order, k_order = sort_sparse(q_bucket, k_bucket, hidden_from, n_buckets or 0, exclude_self, -1)
     given = Arguments(scale, softcap, None, deterministic)
-    return _attend(q, k, v, sinks, columns, (q_order, None), (k_order, None), given)
+    return _attend(Inputs(q, k, v, sinks, columns), Places(q_order, None, k_order, None), given)
 
 
 def lsh_buckets(x: Tensor, n_buckets: int, *, generator: torch.Generator | None = None) -> Tensor:
@@ -163,37 +169,24 @@ def lsh_buckets(x: Tensor, n_buckets: int, *, generator: torch.Generator | None 
     return nearest(x.detach(), directions.to(x.device)).long()
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, q_name: str, of_q: Tensor, k_name: str, of_k: Tensor) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, kind: Literal["keep", "bucket"], of_q: Tensor, of_k: Tensor) -> None:
     """Raise unless q, k and v are valid and their keeps or buckets fit."""
     check_tensors(q, k, v)
-    for tensor_name, x, name, choice in (("q", q, q_name, of_q), ("k", k, k_name, of_k)):
+    for name, x, choice in (("q", q, of_q), ("k", k, of_k)):
         if isinstance(choice, Tensor) and (choice.shape != x.shape[:-1] or choice.device != x.device):
             raise ValueError(
-                f"{name} must have {tensor_name}'s shape without D, {list(x.shape[:-1])}, on {x.device}; got "
+                f"{name}_{kind} must have {name}'s shape without D, {list(x.shape[:-1])}, on {x.device}; got "
                 f"{list(choice.shape)} on {choice.device}"
             )
+    check_pair(kind, of_q, of_k)
 
 
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    columns: Tensor,
-    q_place: tuple[Tensor, Tensor | None],
-    k_place: tuple[Tensor, Tensor | None],
-    given: Arguments,
-) -> Tensor:
-    """Attend to rows in sorted order, and return the output in the original order.
-
-    `columns` int32 [B, Hq, Skv, 2] are mask indices of the sorted rows, not causal. A place is the order int32
-    [B, H, S] and the number of kept rows per head, int32 [B, H], or None for all.
-    """
+def _attend(inputs: Inputs, places: Places, given: Arguments) -> Tensor:
+    """Attend to rows in sorted order, and return the output in the original order."""
+    q, k, v, sinks, columns = inputs
     mask = FlashMask(columns, causal=False, q_len=q.shape[2])
     call = resolve(q, k, v, mask, sinks, given)
-    q, k, v = call.cast(q, k, v)
+    inputs = (*call.cast(q, k, v), sinks, columns)
     if call.decodes:
-        return flash_attn_sparse_decode(q, k, v, sinks, columns, *q_place, *k_place, *call.arguments)
-    plan = plan_of(mask, q.shape[2])
-    out, *_ = flash_attn_sparse_forward(q, k, v, sinks, columns, *plan, *q_place, *k_place, *call.arguments)
-    return out
+        return flash_attn_sparse_decode(*inputs, *places, *call.arguments)
+    return flash_attn_sparse_forward(*inputs, *plan_of(mask, q.shape[2]), *places, *call.arguments)[0]

@@ -6,13 +6,13 @@ and lse stay sorted.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashmask_hf import torch_internals
-from flashmask_hf._call.arguments import Arguments
+from flashmask_hf._call.arguments import Arguments, Inputs
 from flashmask_hf._call.call import resolve_operator
 from flashmask_hf._call.library import Derivative, no_derivatives, no_second_derivatives, operator
 from flashmask_hf._call.operators import gradients_like
@@ -92,7 +92,6 @@ def sort_sparse(
     Raises:
         ValueError: a bucket lies outside 0..n_buckets - 1, or `hidden_from` outside 0..Sq; on a GPU a device assertion.
     """
-    without = None if dropped < 0 else dropped
     counted = 0 < n_buckets <= _COUNTED and torch_internals.runs_kernels(q_bucket.device)
     asserted = counted and q_bucket.is_cuda  # by the kernels themselves
     if hidden_from is not None and not asserted:
@@ -104,24 +103,39 @@ def sort_sparse(
     if counted:
         from flashmask_hf.sparse.kernels import sort
 
-        return sort.sorted_columns(
-            q_bucket, k_bucket, hidden_from, n_buckets, exclude_self=exclude_self, dropped=without
-        )
-    columns, q_order, k_order = sorted_columns(
-        q_bucket, k_bucket, hidden_from, exclude_self=exclude_self, dropped=without
-    )
+        return sort.sorted_columns(q_bucket, k_bucket, hidden_from, n_buckets, exclude_self, dropped)
+    columns, q_order, k_order = sorted_columns(q_bucket, k_bucket, hidden_from, exclude_self, dropped)
     return columns, q_order.int(), k_order.int()
 
 
+class Places(NamedTuple):
+    """Sorted order of the rows of q, k and v, and how many of them to read."""
+
+    q_order: Tensor
+    """int32 [B, Hq, Sq], a permutation of every head's rows: sorted row i is row q_order[i]."""
+    q_kept: Tensor | None
+    """int32 [B, Hq], the number of sorted rows to read; the mask hides the others. None is all."""
+    k_order: Tensor
+    """int32 [B, Hkv, Skv], as `q_order`."""
+    k_kept: Tensor | None
+    """int32 [B, Hkv], as `q_kept`."""
+
+
+def _sort(inputs: Inputs, places: Places) -> Inputs:
+    """Return the inputs with the rows of q, k and v in sorted order."""
+    q_order, q_kept, k_order, k_kept = places
+    k, v = (gather_rows(x, k_order, k_kept) for x in (inputs.k, inputs.v))
+    return inputs._replace(q=gather_rows(inputs.q, q_order, q_kept), k=k, v=v)
+
+
 def _save(
-    ctx: Any, output: tuple[Tensor, ...], _q: Tensor, _k: Tensor, _v: Tensor, sinks: Tensor | None, indices: Tensor,
-    plan: Plan, q_order: Tensor, q_kept: Tensor | None, k_order: Tensor, _: Tensor | None, arguments: Arguments,
-) -> None:  # fmt: skip
+    ctx: Any, output: tuple[Tensor, ...], inputs: Inputs, plan: Plan, places: Places, arguments: Arguments
+) -> None:
     """Save what the backward reads."""
-    out, lse, q, k, v = output
-    ctx.mark_non_differentiable(lse, q, k, v)
+    out, *for_backward = output
+    ctx.mark_non_differentiable(*for_backward)
     ctx.set_materialize_grads(False)  # or zeros would be made for their gradients
-    ctx.save_for_backward(q, k, v, sinks, out, lse, indices, *plan, q_order, q_kept, k_order)
+    ctx.save_for_backward(out, *for_backward, inputs.sinks, inputs.indices, *plan, *places)
     ctx.arguments = arguments
 
 
@@ -131,105 +145,65 @@ def _differentiate(ctx: Any, dout: Tensor | None, *unused: None) -> tuple[Tensor
         return ()
     saved = ctx.saved_tensors  # read once: checkpointing unpacks a saved tensor only once
     found = flash_attn_sparse_backward(dout, *saved, *ctx.arguments)
-    return found[:3] if saved[3] is None else found
+    return found[:3] if saved[5] is None else found
 
 
-def _forward_like(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return (*results_like(q, v), q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape))
+def _forward_like(inputs: Inputs, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    q, k, v = (x.new_empty(x.shape) for x in inputs[:3])
+    return (*results_like(q, v), q, k, v)
 
 
 @operator(_forward_like, Derivative(_save, _differentiate))
 def flash_attn_sparse_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    indices: Tensor,
-    plan: Plan,
-    q_order: Tensor,
-    q_kept: Tensor | None,
-    k_order: Tensor,
-    k_kept: Tensor | None,
-    arguments: Arguments,
+    inputs: Inputs, plan: Plan, places: Places, arguments: Arguments
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Masked attention to sorted rows; differentiable in q, k, v and sinks, through `out`.
 
     Args:
-        q: as in `flash_attn_forward`, like k, v, sinks, plan and arguments.
-        k: [B, Hkv, Skv, D].
-        v: [B, Hkv, Skv, Dv].
-        sinks: [Hq] or None.
-        indices: int32 [B, Hq, Skv, 2] of a mask that is not causal, for sorted rows and keys.
+        inputs: with mask indices int32 [B, Hq, Skv, 2] that are not causal, for sorted rows and keys.
         plan: of the mask.
-        q_order: int32 [B, Hq, Sq], a permutation of every head's rows: sorted row i is row q_order[i].
-        q_kept: int32 [B, Hq], the number of sorted rows to read; the mask hides the others. None is all.
-        k_order: int32 [B, Hkv, Skv], as `q_order`.
-        k_kept: int32 [B, Hkv], as `q_kept`.
+        places: of the rows.
         arguments: as in `flash_attn_forward`.
 
     Returns:
         out [B, Hq, Sq, Dv] in q's dtype, stored as [B, Sq, Hq, Dv]. For the backward, sorted: lse [B, Hq, Sq] float32
         (float64 for float64 q), q, k and v.
     """
-    q = gather_rows(q, q_order, q_kept)
-    k, v = (gather_rows(x, k_order, k_kept) for x in (k, v))
-    call = resolve_operator(q, k, v, sinks, indices, False, arguments)
-    out, lse = call.forward(q, k, v, sinks, indices, plan, q_order)
-    return out, lse, q, k, v
+    inputs = _sort(inputs, places)
+    out, lse = resolve_operator(*inputs, False, arguments).forward(*inputs, plan, places.q_order)
+    return out, lse, inputs.q, inputs.k, inputs.v
 
 
 def _backward_like(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor, *_: Any
+    dout: Tensor, out: Tensor, lse: Tensor, inputs: Inputs, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dsinks = gradients_like(q, k, v, sinks, lse)[3]
-    return with_sequence_outermost(q), with_sequence_outermost(k), with_sequence_outermost(v), dsinks
+    q, k, v = map(with_sequence_outermost, inputs[:3])
+    return q, k, v, gradients_like(inputs, lse)[3]
 
 
 @operator(_backward_like, no_second_derivatives)
 def flash_attn_sparse_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    indices: Tensor,
-    plan: Plan,
-    q_order: Tensor,
-    q_kept: Tensor | None,
-    k_order: Tensor,
-    arguments: Arguments,
+    dout: Tensor, out: Tensor, lse: Tensor, inputs: Inputs, plan: Plan, places: Places, arguments: Arguments
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the gradients of q, k, v, each stored as [B, S, H, D], and sinks (empty without sinks).
 
     `dout` [B, Hq, Sq, Dv] is the gradient of `out`. The other arguments are arguments and results of the forward: q, k,
     v and lse sorted, `out`, `dout` and the gradients not. Dropped rows have gradient 0.
     """
-    dout, delta = gather_upstream(dout, out, q_order, q_kept, lse.dtype)
-    call = resolve_operator(q, k, v, sinks, indices, False, arguments)
-    dq, dk, dv, dsinks = call.backward(dout, q, k, v, sinks, lse, delta, indices, plan, (q_order, k_order))
+    q, k, v, sinks, indices = inputs
+    orders = places.q_order, places.k_order
+    dout, delta = gather_upstream(dout, out, places.q_order, places.q_kept, lse.dtype)
+    call = resolve_operator(*inputs, False, arguments)
+    dq, dk, dv, dsinks = call.backward(dout, q, k, v, sinks, lse, delta, indices, plan, orders)
     return dq, dk, dv, lse.new_empty(0) if dsinks is None else dsinks
 
 
-@operator(lambda q, k, v, *_: results_like(q, v)[0], no_derivatives)
-def flash_attn_sparse_decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    indices: Tensor,
-    q_order: Tensor,
-    q_kept: Tensor | None,
-    k_order: Tensor,
-    k_kept: Tensor | None,
-    arguments: Arguments,
-) -> Tensor:
+@operator(lambda inputs, *_: results_like(inputs.q, inputs.v)[0], no_derivatives)
+def flash_attn_sparse_decode(inputs: Inputs, places: Places, arguments: Arguments) -> Tensor:
     """Attend to few sorted rows, without a tile plan and without gradients.
 
     Arguments are as in `flash_attn_sparse_forward`; the result is its `out`.
     """
-    q = gather_rows(q, q_order, q_kept)
-    k, v = (gather_rows(x, k_order, k_kept) for x in (k, v))
-    call = resolve_operator(q, k, v, sinks, indices, False, arguments)
-    return put_rows_back(call.decode(q, k, v, sinks, indices)[0], q_order)
+    inputs = _sort(inputs, places)
+    out, _ = resolve_operator(*inputs, False, arguments).decode(*inputs)
+    return put_rows_back(out, places.q_order)

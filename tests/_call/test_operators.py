@@ -52,7 +52,7 @@ def test_opcheck(lane: Lane, with_sinks: bool) -> None:
     gradients = out, lse if with_sinks else None
     torch.library.opcheck(
         flash_attn_backward,
-        (*gradients, q, k, v, sinks, out, lse, *more),
+        (*gradients, out, lse, q, k, v, sinks, *more),
         test_utils=("test_schema", "test_faketensor"),
     )
 
@@ -283,17 +283,17 @@ def test_operators_do_not_cast_under_autocast() -> None:
     columns, q_order, k_order = sort_sparse(
         *(torch.zeros(1, h, 20).int() for h in (HEADS, KV_HEADS)), None, 1, False, -1
     )
-    dense, orders = (mask.indices, *plan_of(mask, 20)), (q_order, None, k_order)
+    dense, orders = (mask.indices, *plan_of(mask, 20)), (q_order, None, k_order, None)
     ordered = (columns, *plan_of(FlashMask(columns, causal=False), 20), *orders)
     out, lse = flash_attn_forward(q, k, v, None, *dense, True, 0.25, None, "torch", False)
     narrow = (q, k.bfloat16(), v.bfloat16(), None)
     calls: list[Callable[[], Any]] = [
         lambda: flash_attn_forward(*narrow, *dense, True, 0.25, None, "torch", False),
-        lambda: flash_attn_backward(out, None, *narrow, out, lse, *dense, True, 0.25, None, "torch", False),
+        lambda: flash_attn_backward(out, None, out, lse, *narrow, *dense, True, 0.25, None, "torch", False),
         lambda: flash_attn_decode(*narrow, mask.indices, True, 0.25, None, "torch", False),
-        lambda: flash_attn_sparse_forward(*narrow, *ordered, None, 0.25, None, "torch", False),
-        lambda: flash_attn_sparse_backward(out, *narrow, out, lse, *ordered, 0.25, None, "torch", False),
-        lambda: flash_attn_sparse_decode(*narrow, columns, *orders, None, 0.25, None, "torch", False),
+        lambda: flash_attn_sparse_forward(*narrow, *ordered, 0.25, None, "torch", False),
+        lambda: flash_attn_sparse_backward(out, out, lse, *narrow, *ordered, 0.25, None, "torch", False),
+        lambda: flash_attn_sparse_decode(*narrow, columns, *orders, 0.25, None, "torch", False),
     ]
     with torch.autocast("cpu", torch.bfloat16):
         for call in calls:

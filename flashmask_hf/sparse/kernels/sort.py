@@ -192,9 +192,8 @@ def sorted_columns(
     k_bucket: Tensor,
     hidden_from: Tensor | None,
     n_buckets: int,
-    *,
     exclude_self: bool = False,
-    dropped: int | None = None,
+    dropped: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `flashmask_hf.masks.sorted.sorted_columns` returns, in int32, for buckets in 0..n_buckets - 1."""
     batch, heads, q_len = q_bucket.shape
@@ -213,7 +212,7 @@ def sorted_columns(
         _sorted_indices[(batch * heads * n_keys,)](
             k_bucket, k_order, q_order, starts, hidden, indices, strides, heads, kv_heads, hidden_heads,
             q_len, kv_len, n_keys, triton.cdiv(q_len, _block(n_buckets)), n_buckets, q_len.bit_length(),
-            EXCLUDE_SELF=int(exclude_self), DROPPED=-1 if dropped is None else dropped,
+            EXCLUDE_SELF=int(exclude_self), DROPPED=dropped,
             HIDDEN=hidden_from is not None, BLOCK=_KEYS, num_warps=4, debug=True, sanitize_overflow=False,
         )  # fmt: skip
     return indices, q_order, k_order

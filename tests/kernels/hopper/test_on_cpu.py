@@ -429,13 +429,13 @@ def test_gradients_of_what_no_descriptor_fits(layout: str) -> None:
     for q, k, v in (given, [x.contiguous() for x in given]):
         settings = (mask.indices, *plan_of(mask, 70), True, 0.1, None, "hopper", True)
         out, lse = flash_attn_forward(q, k, v, None, *settings)
-        results.append((out, *flash_attn_backward(out, None, q, k, v, None, out, lse, *settings)))
+        results.append((out, *flash_attn_backward(out, None, out, lse, q, k, v, None, *settings)))
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
     with FakeTensorMode() as mode:
         out, q, k, v, lse = map(mode.from_tensor, (results[0][0], *given, lse))
         settings = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in settings]
-        told = flash_attn_backward(out, None, q, k, v, None, out, lse, *settings)
+        told = flash_attn_backward(out, None, out, lse, q, k, v, None, *settings)
     assert [x.stride() for x in results[0][1:]] == [x.stride() for x in told]
 
 

@@ -10,13 +10,13 @@ from flashmask_hf.masks import sorted as sorted_masks
 from flashmask_hf.sparse import operators as sparse_ops
 
 CASES = [
-    (1, None, None, False, (torch.int64, torch.int64)),
+    (1, None, -1, False, (torch.int64, torch.int64)),
     (2, None, 1, False, (torch.uint8, torch.uint8)),
     (2, KV_HEADS, 1, False, (torch.uint8, torch.int8)),
-    (13, None, None, True, (torch.int32, torch.uint8)),
-    (13, 1, None, False, (torch.uint8, torch.int64)),
-    (200, HEADS, None, True, (torch.int16, torch.int16)),
-    (256, None, None, False, (torch.uint8, torch.int32)),
+    (13, None, -1, True, (torch.int32, torch.uint8)),
+    (13, 1, -1, False, (torch.uint8, torch.int64)),
+    (200, HEADS, -1, True, (torch.int16, torch.int16)),
+    (256, None, -1, False, (torch.uint8, torch.int32)),
 ]
 """n_buckets, hidden_heads, dropped, exclude_self, and the dtypes of both buckets."""
 
@@ -32,7 +32,7 @@ def test_sorting_is_as_in_torch(
     lane: Lane,
     block: int,
     lengths: tuple[int, int],
-    case: tuple[int, int | None, int | None, bool, tuple[torch.dtype, torch.dtype]],
+    case: tuple[int, int | None, int, bool, tuple[torch.dtype, torch.dtype]],
 ) -> None:
     """Orders and columns are those of torch, whether a head's rows are one block or several."""
     from flashmask_hf.sparse.kernels import sort
