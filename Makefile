@@ -47,6 +47,8 @@ lint: $(VENV)/dev.stamp
 
 # Check the spelling of the pages and build them into site/. A broken link or a name that the API lacks fails.
 # Needs Python >= 3.11.
+# Pages link to REPOSITORY.
+docs: export REPOSITORY ?= $(filter https://%,$(shell git remote get-url origin 2>/dev/null))
 docs: $(VENV)/docs.stamp
 	$(BIN)/codespell README.md CHANGELOG.md docs
 	$(BIN)/zensical build --clean --strict

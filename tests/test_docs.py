@@ -15,7 +15,7 @@ from flashmask_hf import masks
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]}
-NAVIGATION = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+NAVIGATION = yaml.safe_load((ROOT / "mkdocs.yml").read_text().replace("!ENV", ""))["nav"]
 TASKS = next(entry["Tasks"] for entry in NAVIGATION if "Tasks" in entry)
 
 
@@ -55,7 +55,7 @@ def test_links_lead_somewhere(name):
 
 
 def test_broken_links_are_found():
-    page = "[a](gone.md) [b](index.md#gone) ![c](assets/gone.png) [d](../README.md) [e](index.md#install)"
+    page = "[a](gone.md) [b](index.md#gone) ![c](assets/gone.png) [d](../README.md) [e](getting_started.md#install)"
     assert broken_links("docs/index.md", page) == ["gone.md", "index.md#gone", "assets/gone.png", "../README.md"]
     page = "[a](https://arxiv.org/abs/1) [b](http://arxiv.org) [c](https://arxiv) [d](https://arxiv.org/abs/1,)"
     assert broken_links("docs/index.md", page) == ["http://arxiv.org", "https://arxiv", "https://arxiv.org/abs/1,"]

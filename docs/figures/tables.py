@@ -595,12 +595,13 @@ def sparse_training() -> str:
 
 
 def gallery() -> str:
-    """The gallery: of each mask family its call, the first sentence of its docstring, and its picture."""
-    parts = []
+    """The gallery: of each mask family its picture, the first sentence of its docstring, and its call."""
+    parts = ['<div class="gallery" markdown>\n']
     for name, (call, _) in GALLERY.items():
         sentence = " ".join((getattr(masks, name).__doc__ or "").split("\n\n")[0].split())
-        parts.append(f"## {name}\n\n{sentence}\n\n`masks.{call}`\n\n![{name}](assets/masks/{name}.png)\n")
-    return "\n\n" + "\n".join(parts) + "\n"
+        picture = f"![{name}](assets/masks/{name}.png)"
+        parts.append(f"<div markdown>\n\n## {name}\n\n{picture}\n\n{sentence}\n\n`masks.{call}`\n\n</div>")
+    return "\n\n" + "\n".join([*parts, "</div>"]) + "\n\n"
 
 
 LONG = "65,536 tokens in all, or one row, medians of 5 turns, or 3 with 131,072"
