@@ -140,7 +140,7 @@ def test_wide_tiles_of_of_very_long_rows(builder: tuple[str, str]) -> None:
 @pytest.mark.parametrize("kv_len", [1, 1000, 8192, 131072, 524288, 1048576])
 def test_memory_is_at_most_64_bytes_per_token(kv_len: int) -> None:
     indices = torch.empty(1, 1, kv_len, 1, dtype=torch.int32, device="meta")
-    from flashmask_hf._call.plan_cache import make_plan
+    from flashmask_hf._call.operators import make_plan
 
     plan = make_plan(indices, True, kv_len)
     size = sum(x.numel() * x.element_size() for x in plan)
@@ -173,7 +173,7 @@ def test_indices_out_of_range(builder: str, form: tuple[bool, int], monkeypatch:
 
         interpret_assertions(monkeypatch)
     else:
-        from flashmask_hf._call.plan_cache import make_plan as build
+        from flashmask_hf._call.operators import make_plan as build
     for bound in range(n):
         for value in (-1, 0, 150, 151):
             indices = torch.full((1, 1, 300, n), 70, dtype=torch.int32)

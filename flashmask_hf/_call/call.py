@@ -6,17 +6,18 @@ Checks, choice and preparation take longer than the launches. All follow from la
       and the bodies of the operators      ──>  resolve() ──────────────────> Call ────────────> prepared launches
                                                     └── cache, by layouts, arguments and modes
 
-The plan depends on the mask's values, so it is no part of a call (`plan_cache`).
+The plan depends on the mask's values, so it is no part of a call (`operators.plan_of`).
 """
 
 from __future__ import annotations
 
+import contextvars
 import logging
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,13 +25,12 @@ from torch import Tensor
 from flashmask_hf import torch_internals
 from flashmask_hf._call.arguments import Arguments, check_arguments
 from flashmask_hf._call.implementations import Implementation, Run, choose
-from flashmask_hf._call.recomputation import current_keeper
 from flashmask_hf.kernels.launch.problem import Problem, problem_of
 from flashmask_hf.kernels.launch.tensor_layout import layout_of
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.tile_plan import Plan
 
-__all__ = ["Call", "resolve", "resolve_operator"]
+__all__ = ["Call", "Keeper", "Results", "current_keeper", "resolve", "resolve_operator"]
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,15 @@ _calls: dict[Hashable, Call] = {}
 
 _failed: set[tuple[str, str]] = set()
 """Implementations and passes ("forward", "backward") that failed in this process. impl=None skips them."""
+
+Results: TypeAlias = tuple[Tensor, Tensor]
+"""Output and log-sum-exp of a call."""
+
+Keeper: TypeAlias = Callable[[Tensor, Callable[[], Results]], Results]
+"""Function of a call's queries and of the function that computes the call; it returns the call's results."""
+
+current_keeper: contextvars.ContextVar[Keeper | None] = contextvars.ContextVar("current_keeper", default=None)
+"""The keeper of the checkpointed layer that runs or is recomputed, or None (`long_rows.checkpointing` sets it)."""
 
 
 @dataclass(eq=False)

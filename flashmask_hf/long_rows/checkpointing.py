@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import _is_compiling, create_selective_checkpoint_contexts
 
 from flashmask_hf import torch_internals
+from flashmask_hf._call.call import Keeper, Results, current_keeper
 from flashmask_hf._call.operators import flash_attn_forward
-from flashmask_hf._call.recomputation import Keeper, Results, current_keeper
 from flashmask_hf.long_rows.store import Saved, current_layer
 from flashmask_hf.sparse.operators import flash_attn_sparse_forward
 

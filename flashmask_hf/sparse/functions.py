@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flashmask_hf._call.arguments import Arguments, Inputs, check_tensors
 from flashmask_hf._call.call import resolve
-from flashmask_hf._call.plan_cache import plan_of
+from flashmask_hf._call.operators import plan_of
 from flashmask_hf._numbers import as_integer, check_bool
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.masks.sorted import check_pair, first_hidden_rows

@@ -56,7 +56,7 @@ from peers import PROVIDERS, Attention, CannotExpress, Case, add_commit, planned
 from torch import Tensor
 
 from flashmask_hf import FlashMask, masks
-from flashmask_hf._call.plan_cache import make_plan
+from flashmask_hf._call.operators import make_plan
 
 EXACT_ROWS = 1024  # query rows that float64 takes at a time
 BLOCK = 128  # rows whose error is looked at together

@@ -28,7 +28,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from flashmask_hf import FlashMask, flashmask_attention
 from flashmask_hf import tile_plan as plan_in_torch
-from flashmask_hf._call import plan_cache as plan_operator
+from flashmask_hf._call import operators
 from flashmask_hf.hf.attention import attention_forward, layer_mask
 from flashmask_hf.kernels.eager import tiled
 from flashmask_hf.names import FLASHMASK
@@ -127,7 +127,7 @@ def attention(name: str) -> Iterator[None]:
             # The steps of "torch" join several tiles of a list, so sums would depend on what the list holds.
             stack.enter_context(mock.patch.object(tiled, "_KEYS_PER_STEP", plan_in_torch.COLUMNS))
         if name == "flashmask_unskipped":
-            stack.enter_context(mock.patch.object(plan_operator, "_builder", _unskipped_builder))
+            stack.enter_context(mock.patch.object(operators, "_builder", _unskipped_builder))
         AttentionInterface.register(FLASHMASK, _FUNCTIONS[name])
         stack.callback(AttentionInterface.register, FLASHMASK, attention_forward)
         yield

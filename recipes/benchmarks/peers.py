@@ -34,8 +34,7 @@ from torch.nn.utils.rnn import pad_sequence
 from flashmask_hf import FlashMask, flashmask_attention, sparse
 from flashmask_hf._call.arguments import Arguments
 from flashmask_hf._call.call import resolve
-from flashmask_hf._call.operators import flash_attn_forward
-from flashmask_hf._call.plan_cache import plan_of
+from flashmask_hf._call.operators import flash_attn_forward, plan_of
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 

@@ -21,10 +21,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from flashmask_hf import FlashMask, flashmask_attention, masks
 from flashmask_hf._call import operators as attention
-from flashmask_hf._call import plan_cache as plan
 from flashmask_hf._call.call import Call
-from flashmask_hf._call.operators import flash_attn_backward, flash_attn_decode, flash_attn_forward
-from flashmask_hf._call.plan_cache import make_plan, plan_of
+from flashmask_hf._call.operators import flash_attn_backward, flash_attn_decode, flash_attn_forward, make_plan, plan_of
 from flashmask_hf.sparse import qk_sparse_attention
 from flashmask_hf.sparse.operators import (
     flash_attn_sparse_backward,
@@ -134,8 +132,8 @@ def test_compiled_layers_share_one_plan(lane: Lane, monkeypatch: pytest.MonkeyPa
     """While compiling nothing is cached; the compiler keeps one of the equal plan calls."""
     torch._dynamo.reset()
     made = []
-    builder = plan._builder(torch.empty(0, device=lane.device))
-    monkeypatch.setattr(plan, "_builder", lambda indices: lambda *args: made.append(1) or builder(*args))
+    builder = attention._builder(torch.empty(0, device=lane.device))
+    monkeypatch.setattr(attention, "_builder", lambda indices: lambda *args: made.append(1) or builder(*args))
 
     def layers(q, k, v, indices):
         for _ in range(3):
@@ -164,7 +162,7 @@ def test_compiled_decode_steps_are_one_graph_without_a_plan(
 ) -> None:
     """A static cache that fills up: one graph for every step."""
     torch._dynamo.reset()
-    monkeypatch.setattr(plan, "_builder", lambda indices: pytest.fail("a plan was made"))
+    monkeypatch.setattr(attention, "_builder", lambda indices: pytest.fail("a plan was made"))
     length = 40 if INTERPRETED else 300
     _, k, v = (x.detach() for x in attention_inputs(lane, 2, HEADS, KV_HEADS, 1, length, 32))
     cache = [torch.zeros_like(k), torch.zeros_like(v)]

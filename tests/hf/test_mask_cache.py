@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
 from flashmask_hf import masks
-from flashmask_hf._call import plan_cache as plan_operator
+from flashmask_hf._call import operators
 from flashmask_hf.hf import late, layer_mask, merge, ranks
 from flashmask_hf.hf.attention import attention_forward
 from flashmask_hf.hf.mask_hook import mask_hook
@@ -30,7 +30,7 @@ def cache(monkeypatch):
 def plans(monkeypatch):
     """Return a list that grows by one whenever a plan is built."""
     built = []
-    builder = plan_operator._builder
+    builder = operators._builder
 
     def counting(indices):
         def build(*args):
@@ -39,7 +39,7 @@ def plans(monkeypatch):
 
         return build
 
-    monkeypatch.setattr(plan_operator, "_builder", counting)
+    monkeypatch.setattr(operators, "_builder", counting)
     return built
 
 

@@ -20,7 +20,7 @@ from tools.tiny import TRAINER_WARNINGS
 from transformers import AttentionInterface
 
 from flashmask_hf import flashmask_attention, masks
-from flashmask_hf._call.plan_cache import plan_of
+from flashmask_hf._call.operators import plan_of
 from flashmask_hf.hf.attention import attention_forward
 
 import attention  # isort: skip

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
 
 from flashmask_hf import FlashMask, masks
-from flashmask_hf._call.plan_cache import plan_of
+from flashmask_hf._call.operators import plan_of
 from flashmask_hf.sparse import functions, hash_sparse_attention, lsh_buckets, qk_sparse_attention
 from flashmask_hf.sparse import operators as sparse_ops
 from flashmask_hf.sparse.reorder import put_rows_back

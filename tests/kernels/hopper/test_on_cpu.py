@@ -49,8 +49,7 @@ from tools.sparse_attention import check as check_sparse
 from flashmask_hf import FlashMask, masks, tile_plan
 from flashmask_hf._call import call, implementations
 from flashmask_hf._call.arguments import Arguments
-from flashmask_hf._call.operators import flash_attn_backward, flash_attn_forward
-from flashmask_hf._call.plan_cache import plan_of
+from flashmask_hf._call.operators import flash_attn_backward, flash_attn_forward, plan_of
 from flashmask_hf.kernels.hopper import backward as hopper_backward
 from flashmask_hf.kernels.hopper import backward_roles, dq_order
 from flashmask_hf.kernels.hopper import forward as hopper_forward
