@@ -1,9 +1,9 @@
 """The tables and charts of the pages, from results in which some providers have no figures."""
 
 import csv
-import re
 
 import pytest
+from matplotlib import rc_context
 from test_docs import DOCS
 
 CONDITIONS = {"gpu": "NVIDIA H100", "torch": "2.11.0", "triton": "3.6.0", "transformers": "5.17.0"}
@@ -58,9 +58,9 @@ def test_a_cell_says_why_it_has_no_figure(figures):
         attention("document", "flashmask", "192", v_dim="128", forward=300, backward=300),
         attention("document", "fa4", "192", v_dim="128", forward=200, backward=200),
     ]
-    write("attention_h200", rows)
     write("attention_peers_h200", [row | {"length": "8192"} for row in rows])
-    assert "`python recipes/benchmarks/attention.py --providers flashmask fa4 cudnn_flex`" in tables.attention()
+    command = "`python recipes/benchmarks/attention.py --dims 128 --lengths 8192 --providers flashmask fa4 cudnn_flex`"
+    assert command in tables.peers()
     assert cells(tables.peers())[1:] == [
         ["causal", "650/551", "655/547", "failed"],
         ["random eviction", "500/500", "cannot", "differs"],
@@ -105,7 +105,6 @@ def test_the_fastest_peer_of_each_mask_counts(figures):
 
 def test_uneven_work_is_compared_with_flex_attention(figures):
     tables, write = figures
-    assert tables.ragged() == ""  # not published before it is measured
 
     def work(case, provider, forward="1", status="timed"):
         times = {"forward_ms": forward, "backward_ms": "1"} if status == "timed" else {}
@@ -131,9 +130,8 @@ def test_only_measured_steps_are_drawn(figures):
     assert trained([measured, first, ended, never]) == [measured]
 
 
-def test_a_study_appears_once_it_is_measured(figures, tmp_path):
+def test_rows_are_compared_at_the_longest_that_all_ran(figures, tmp_path):
     tables, write = figures
-    assert (tables.row_lengths(), tables.profile()) == ("", "")
     run = {"shape": "llama-3.2-1b", "task": "sft", "tokens_per_second": "2000", "peak_gib": "5", "steps": "2"}
     full = {**run, "tokens_per_second": "out of memory", "peak_gib": "", "steps": "0"}
     write(
@@ -145,15 +143,10 @@ def test_a_study_appears_once_it_is_measured(figures, tmp_path):
             {**full, "length": "8192", "implementation": "sdpa"},
         ],
     )
-    text = tables.row_lengths()
-    assert cells(text)[1:] == [["1B SFT", "4,096", "2,000 / 5.0", "1,000 / 5.0", "8,192 or more: 1,800 / 6.0"]]
-    drawn = re.findall(r"!\[[^]]+\]\(assets/(\w+)\.svg\)", text)
-    assert drawn == ["row_speed_1b", "row_memory_1b"]
-    from charts import ROW_LENGTHS
-
-    for name, chart in ROW_LENGTHS.items():
-        chart(tmp_path / f"{name}.svg")
-        assert (tmp_path / f"{name}.svg").exists() == (name in drawn)
+    found = cells(tables.row_lengths())[1:]
+    assert found == [["1B SFT", "4,096", "2,000 / 5.0", "1,000 / 5.0", "8,192 or more: 1,800 / 6.0"]]
+    assert "over the fastest other attention with 4,096 tokens: SFT 2.00x" in drawn("row_speed_1b", tmp_path)
+    assert "over SDPA's with 4,096 tokens: SFT 1.00x" in drawn("row_memory_1b", tmp_path)
 
 
 def test_the_profile_of_a_step_has_a_column_for_each_length_and_setting(figures):
@@ -188,20 +181,74 @@ def test_updates_of_grpo_have_a_row_for_each_micro_batch(figures):
     tables, write = figures
     case = {"model": "llama-3.2-1b", "prompt": "1024", "completion": "256", "generations": "8", "compiled": "off"}
 
-    def rows(groups, ours, stock, **more):
-        figures = {"update_tokens_per_second": "9000", "update_peak_gib": "4", "update_against_sdpa": ours}
-        none = {"update_tokens_per_second": "out of memory", "update_peak_gib": "", "update_against_sdpa": ""}
-        theirs = {**figures, "update_peak_gib": "8", "update_against_sdpa": stock} if stock else none
-        here = {**case, "groups": groups, **more}
-        return [{**here, "provider": "flashmask", **figures}, {**here, "provider": "sdpa", **theirs}]
+    def row(provider, rate, groups, **more):
+        figures = {"update_tokens_per_second": rate, "update_peak_gib": "4" if rate.isdigit() else ""}
+        return {**case, "groups": groups, "provider": provider, **figures, **more}
 
-    write(
-        "grpo_h100",
-        [*rows("1", "1.5", "1.0"), *rows("1", "2", "1.0", compiled="on"), *rows("4", "2.5", "1.0"), *rows("9", "", "")],
-    )
+    def rows(groups, *rates, **more):
+        names = ("flashmask", "sdpa", "flash_attention_4", "flashmask_unshared")
+        return [row(name, rate, groups, **more) for name, rate in zip(names, rates, strict=False)]
+
+    write("grpo_h100", rows("1", "1", "1"))
+    write("grpo_1b_h200", [
+        *rows("1", "15000", "8000", "10000", "11000"), *rows("1", "20000", "10000", compiled="on"),
+        *rows("4", "25000", "10000", "out of memory", "out of memory"), *rows("9", "out of memory", "7"),
+    ])  # fmt: skip
     assert cells(tables.grpo())[1:] == [
-        ["1B", "1,024 : 256", "1 x 8", "1.50", "-", "1 (9,000 tokens/s)", "-", "4.0 / 8.0"],
-        ["1B", "1,024 : 256", "1 x 8, compiled", "2.00", "-", "1 (9,000 tokens/s)", "-", "4.0 / 8.0"],
-        ["1B", "1,024 : 256", "4 x 8", "2.50", "-", "1 (9,000 tokens/s)", "-", "4.0 / 8.0"],
-        ["1B", "1,024 : 256", "9 x 8", "-", "-", "-", "-", "4.0 /"],
+        ["1B", "1,024 : 256", "1 x 8", "15,000", "10,000 (FlashAttention-4, padded)", "1.50x", "4.0 / 4.0", "11,000"],
+        ["1B", "1,024 : 256", "1 x 8, compiled", "20,000", "10,000 (SDPA, padded)", "2.00x", "4.0 / 4.0", "-"],
+        ["1B", "1,024 : 256", "4 x 8", "25,000", "10,000 (SDPA, padded)", "2.50x", "4.0 / 4.0", "-"],
     ]
+
+
+def trained_in(setting, implementation, rate, length="32768", **more):
+    """Return a row as training.py writes it."""
+    case = {"shape": "llama-3.2-1b", "task": "sft", "trained": "all", "length": length, "peak_gib": "9", "steps": "3"}
+    return {**case, "setting": setting, "implementation": implementation, "tokens_per_second": rate, **more}
+
+
+def test_the_fastest_settings_of_both_are_compared(figures, tmp_path):
+    tables, write = figures
+    larger = {"shape": "llama-3.1-8b", "task": "lora", "trained": "adapters"}
+    write("settings_1b_h200", [
+        trained_in("eager", "flashmask", "100"), trained_in("kept+liger", "flashmask", "120", peak_gib="10"),
+        trained_in("eager", "sdpa", "30"), trained_in("compiled", "flash_attention_4", "110"),
+        trained_in("eager", "flashmask", "out of time", "131072"),
+        trained_in("eager", "flash_attention_4", "9", "131072"),
+    ])  # fmt: skip
+    write("settings_8b_h200", [
+        trained_in("eager", "flashmask", "50", **larger), trained_in("liger", "flash_attention_4", "100", **larger),
+    ])  # fmt: skip
+    assert cells(tables.fast_settings())[1:] == [
+        ["8B, LoRA", "32,768", "50", "100 (FlashAttention-4, varlen, Liger)", "0.50x", "9.0 / 9.0"],
+        ["1B, all weights", "32,768", "120 (attention kept, Liger)", "110 (FlashAttention-4, varlen, compiled)",
+         "1.09x", "10.0 / 9.0"],
+    ]  # fmt: skip
+    for task in ("dpo", "reward"):
+        write(f"alignment_{task}_h200", [
+            trained_in("eager", "flashmask", "40", task=task),
+            trained_in("eager", "trl_flash_attention_4", "10", task=task),
+            trained_in("eager", "flash_attention_4", "16", task=task),
+        ])  # fmt: skip
+    case = {"model": "llama-3.2-1b", "prompt": "1024", "completion": "256", "generations": "8", "compiled": "off"}
+    rates = {"flashmask": "60", "flashmask_unshared": "22", "flash_attention_4": "20"}
+    write("grpo_1b_h200", [
+        {**case, "groups": "4", "provider": name, "update_tokens_per_second": rate, "update_peak_gib": "4"}
+        for name, rate in rates.items()
+    ])  # fmt: skip
+    assert tables.headline("SFT", "{:.2f}x") == "1.09x"
+    words = drawn("tasks", tmp_path)
+    assert "over the fastest other way: 0.50x to 1.09x on packed documents, 2.5x to 3.0x on shared prompts" in words
+    assert "3.00x  FlashAttention-4, padded" in words
+    assert "fastest other way = 1" in words
+    assert "120  flashmask (kept, liger)" in drawn("training", tmp_path)
+    assert "3.00x  over FlashAttention-4, padded" in drawn("grpo", tmp_path)
+
+
+def drawn(name, folder):
+    """Return the words of a chart."""
+    import charts
+
+    with rc_context(charts.STYLE):
+        charts.draw(charts.CHARTS[name], folder / f"{name}.svg")
+    return " ".join(charts.words((folder / f"{name}.svg").read_text()))

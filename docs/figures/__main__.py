@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from charts import CHARTS, PICTURES, STYLE, words
+from charts import CHARTS, PICTURES, STYLE, draw, words
 from matplotlib import rc_context
 from PIL import Image
 from results import ROOT
@@ -36,12 +36,12 @@ def pages() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def draw(folder: Path) -> None:
+def draw_all(folder: Path) -> None:
     """Draw all charts and masks into a folder."""
+    (folder / "masks").mkdir(parents=True, exist_ok=True)
     with rc_context(STYLE):
         for name, chart in CHARTS.items():
-            chart(folder / f"{name}.svg")
-    (folder / "masks").mkdir(parents=True, exist_ok=True)
+            draw(chart, folder / f"{name}.svg")
     for name, picture in PICTURES.items():
         path = folder / f"{name}.png"
         picture(path)
@@ -75,12 +75,12 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page or picture is stale")
     if parser.parse_args().check:
         with tempfile.TemporaryDirectory() as folder:
-            draw(Path(folder))
+            draw_all(Path(folder))
             found = stale(Path(folder))
         if found:
             sys.exit(f"stale: {', '.join(found)}; run python docs/figures")
         return
-    draw(ASSETS)
+    draw_all(ASSETS)
     for page in pages():
         page.write_text(filled(page.read_text()))
 

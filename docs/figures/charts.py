@@ -1,10 +1,14 @@
-"""Charts of the pages, in blues for this package and greys for its peers, and pictures of masks."""
+"""Charts of the pages, in blues for this package and greys for its peers, and pictures of masks.
+
+A chart is a function that draws on a figure and returns its title.
+"""
 
 from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,172 +17,229 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
-from results import TASKS, Row, groups, name_of, read, read_all, select, size_of, timed, trained
+from results import (
+    RATE,
+    TASKS,
+    Row,
+    common_length,
+    fastest,
+    fine_tuning,
+    gain,
+    groups,
+    name_of,
+    preferences,
+    read,
+    read_all,
+    select,
+    size_of,
+    timed,
+    trained,
+    updates,
+)
 
 from flashmask_hf import FlashMask, masks
 
-OURS, MIDDLE, ALSO_OURS, INK = "#3f6b8f", "#6f97b5", "#a9c3d6", "#4a4a4a"
-LIGHT, GREY, DARK, OTHER = "#dcd9d2", "#8f8b83", "#6f6b64", "#b9b5ac"
-PEERS = {"sdpa": LIGHT, "trl_sdpa": LIGHT, "trl_sdpa_single": GREY, "cudnn": GREY, "whole": DARK}
-RATE = "tokens_per_second"
+OURS, ALSO_OURS, INK = "#3f6b8f", "#8fb0c9", "#4a4a4a"
+GREY, OTHER, LIGHT = "#8f8a81", "#b3ada3", "#d3cfc7"
+GREYS = {"flash_attention": INK, "fa4": INK, "cudnn": GREY, "flex": GREY, "whole": "white"}  # other peers are light
 STYLE = {
-    "font.size": 12,
+    "font.size": 11,
     "text.color": INK,
     "axes.labelcolor": INK,
-    "axes.edgecolor": OTHER,
+    "axes.edgecolor": GREY,
     "axes.linewidth": 0.6,
     "axes.spines.top": False,
     "axes.spines.right": False,
+    "axes.labelsize": 10,
+    "axes.titlesize": 11,
+    "legend.fontsize": 9,
+    "legend.frameon": False,
     "xtick.color": INK,
     "ytick.color": INK,
+    "xtick.labelsize": 9,
+    "ytick.labelsize": 9,
     "svg.fonttype": "none",  # text stays text: it can be read, searched and compared
     "svg.hashsalt": "flashmask",
 }
+Bars = dict[str, dict[str, tuple[float, str]]]
+"""Length and text of the bar of each provider, by group."""
 
 
-# ----- figures that charts and tables share
+def draw(chart: Callable[[Figure], str], path: Path) -> None:
+    """Save a chart under its title, without what differs between two runs."""
+    figure = Figure(figsize=(6.4, 3.4), layout="constrained")
+    title = textwrap.fill(chart(figure), int(10.4 * figure.get_figwidth()))
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12)
+    figure.savefig(path, metadata={"Date": None, "Creator": None} if path.suffix == ".svg" else None)
 
 
-def groups_of_8() -> list[Row]:
-    """Return the rows of updates of 1B with one group of 8 completions per micro-batch, not compiled."""
-    return select(read("grpo_h100"), model="llama-3.2-1b", groups="1", generations="8", compiled="off")
-
-
-def gains() -> dict[str, float]:
-    """Return each task's speed over the fastest other attention or trainer that was measured, on long rows."""
-
-    def gain(rows: Sequence[Row], name: str = "implementation", rate: str = RATE) -> float:
-        speeds = {row[name]: float(row[rate]) for row in timed(rows)}
-        return speeds["flashmask"] / max(x for name, x in speeds.items() if not name.startswith("flashmask"))
-
-    return {
-        "SFT": gain(read("training_h200")),
-        "DPO": gain(select(read("alignment_dpo_h200"), length="32768")),
-        "GRPO": gain(select(groups_of_8(), prompt="4096", completion="256"), "provider", "update_tokens_per_second"),
-        "reward model": gain(select(read("alignment_reward_h200"), length="32768")),
-    }
+def color_of(provider: str) -> str:
+    """Return the blue or the grey of a provider."""
+    if provider.startswith(("flashmask", "keys", "heads", "hash", "drop")):
+        return OURS if provider in ("flashmask", "keys", "hash_16") else ALSO_OURS
+    return next((color for name, color in GREYS.items() if name in provider), LIGHT)
 
 
 # ----- bars
 
 
-def bar_chart(
-    path: Path, bars: dict[str, dict[str, float]], title: str, form: str = "{:,.0f}", inches: float = 0.27
-) -> None:
-    """Save a chart of horizontal bars: the groups from the top down, the providers of a group below each other."""
-    count = sum(map(len, bars.values())) + 0.7 * len(bars)
-    providers = {provider for group in bars.values() for provider in group}
-    figure = Figure(figsize=(6, inches * count + (1.0 if len(providers) > 1 else 0.6)), layout="constrained")
-    axes = figure.add_subplot()
-    height, labelled, place, ticks = 0.8, set(), 0.0, []
+def headlines() -> dict[str, tuple[str, list[Row]]]:
+    """Return the conditions and the rows of each task's speed over the fastest other way."""
+    sft, long = fine_tuning(), {"length": "32768"}
+    rows = {"SFT": select(sft, shape="llama-3.2-1b", task="sft", **long)}
+    rows |= {"LoRA": select(sft, shape="llama-3.1-8b", **long)}
+    rows |= {"DPO": select(preferences("dpo"), **long), "reward model": select(preferences("reward"), **long)}
+    found = {task: (f"{size_of(found[0])}, rows of {int(found[0]['length']):,}", found) for task, found in rows.items()}
+    case = {"groups": "4", "generations": "8", "prompt": "1024", "completion": "256", "compiled": "off"}
+    return found | {"GRPO": (f"1B, update, {case_of(case)}", select(updates(), model="llama-3.2-1b", **case))}
+
+
+def case_of(row: Mapping[str, str]) -> str:
+    """Return how charts write a micro-batch of GRPO."""
+    return f"{row['groups']} x {row['generations']}, {int(row['prompt']):,} : {int(row['completion']):,}"
+
+
+def draw_bars(figure: Figure, bars: Bars, line: str = "") -> None:
+    """Draw horizontal bars: the groups from the top down, the providers of a group below each other.
+
+    Args:
+        figure: what to draw on.
+        bars: the groups.
+        line: what a line at 1 stands for, or "" for no line.
+    """
+    figure.set_size_inches(6.4, 0.27 * (sum(map(len, bars.values())) + 0.7 * len(bars)) + 0.8)
+    axes, place, ticks = figure.add_subplot(), 0.0, []
     for group in bars.values():
-        ticks.append(place + (len(group) - 1) / 2 * height)
-        for provider, length in group.items():
-            label = name_of(provider) if provider not in labelled else None
-            labelled.add(provider)
-            color = OURS if provider == "flashmask" else PEERS.get(provider, OTHER)
-            color = ALSO_OURS if provider.startswith("flashmask_") else color
-            drawn = axes.barh(place, length, height * 0.92, color=color, label=label)
-            axes.bar_label(drawn, labels=[form.format(length)], padding=3, fontsize=10, color=INK)
-            place += height
+        ticks.append(place + (len(group) - 1) * 0.4)
+        for provider, (length, text) in group.items():
+            drawn = axes.barh(place, length, 0.72, color=color_of(provider), edgecolor=GREY, linewidth=0.4)
+            axes.bar_label(drawn, labels=[text], padding=4, fontsize=9, bbox={"color": "white", "pad": 0.5})
+            place += 0.8
         place += 0.5
     axes.set_yticks(ticks, list(bars))
     axes.invert_yaxis()
     axes.tick_params(length=0)
-    axes.xaxis.set_visible(False)
     axes.spines["bottom"].set_visible(False)
-    axes.margins(x=0.12, y=0.02)
-    if len(providers) > 1:
-        figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=10)
-    save(figure, path, title)
+    axes.xaxis.set_visible(False)
+    letters = 88 - max(len(part) for label in bars for part in label.split("\n"))  # of the width of the axes
+    axes.set_xlim(0, max(x / (1 - len(text) / letters) for group in bars.values() for x, text in group.values()))
+    if line:
+        axes.axvline(1, color=INK, linewidth=1, linestyle=(0, (4, 2)))
+        axes.text(1, 0, f" {line}", transform=axes.get_xaxis_transform(), fontsize=9, va="top")
 
 
-def save(figure: Figure, path: Path, title: str) -> None:
-    """Save a chart under its title, without what differs between two runs."""
-    figure.suptitle(title, x=0.01, ha="left", fontsize=12)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None, "Creator": None}, facecolor="white")
+def tasks_chart(figure: Figure) -> str:
+    """Draw each task's speed over the fastest other way to run it."""
+    bars, speeds = Bars(), list[float]()
+    for task, (conditions, rows) in headlines().items():
+        speeds.append(gain(rows))
+        other = name_of(fastest(rows)[1]["implementation"])
+        bars[f"{task}\n{conditions}"] = {"flashmask": (speeds[-1], f"{speeds[-1]:.2f}x  {other}")}
+    draw_bars(figure, bars, "fastest other way = 1")
+    packed, shared = sorted(speeds[:2]), sorted(speeds[2:])
+    title = f"Training speed over the fastest other way: {packed[0]:.2f}x to {packed[-1]:.2f}x on packed documents, "
+    return f"{title}{shared[0]:.1f}x to {shared[-1]:.1f}x on shared prompts"
 
 
-def speeds(rows: Sequence[Row], name: str = "implementation", rate: str = RATE) -> dict[str, float]:
-    """Return the rates of the rows that have them, by provider."""
-    return {row[name]: float(row[rate]) for row in rows if row[rate]}
+def rates_chart(figure: Figure, tasks: Sequence[str]) -> str:
+    """Draw the tokens per second of some headlines, each attention in its fastest setting."""
+    bars, says = Bars(), []
+    for task in tasks:
+        conditions, rows = headlines()[task]
+        group = bars[f"{task}\n{conditions}"] = {}
+        for row in sorted(timed(rows), key=lambda row: -float(row[RATE])):
+            setting = row.get("setting", "eager").replace("+", ", ").replace("eager", "")
+            text = f"{{{RATE}:,.0f}}  {name_of(row['implementation'])}{f' ({setting})' if setting else ''}"
+            group.setdefault(row["implementation"], (float(row[RATE]), text.format_map(row)))
+        says.append(f"{task} {gain(rows):.2f}x")
+    draw_bars(figure, bars)
+    return f"Tokens per second; flashmask over the fastest other way: {', '.join(says)}"
 
 
-def task_bars() -> dict[str, dict[str, float]]:
-    """Each task's speed over the fastest other way to run it."""
-    return {task: {"flashmask": gain} for task, gain in gains().items()}
-
-
-def training_bars() -> dict[str, dict[str, float]]:
-    """Supervised fine-tuning."""
-    rows = sorted(read("training_h200"), key=lambda row: -int(row[RATE]))
-    return {"SFT, packed\nrows of 32,768": speeds(rows)}
-
-
-def alignment_bars() -> dict[str, dict[str, float]]:
-    """DPO and reward models."""
-    titles = {"dpo": "DPO,\n2 answers", "reward": "reward,\n6 answers"}
-    return {title: speeds(select(read(f"alignment_{task}_h200"), length="32768")) for task, title in titles.items()}
-
-
-def grpo_bars() -> dict[str, dict[str, float]]:
-    """Updates of GRPO relative to padded SDPA, in micro-batches of one group and of several."""
-    rows = select(read("grpo_h100"), model="llama-3.2-1b", generations="8", compiled="off")
-    found = {}
+def grpo_chart(figure: Figure) -> str:
+    """Draw updates of GRPO over the fastest padded one, in micro-batches of one group and of several."""
+    rows, bars = select(updates(), model="llama-3.2-1b", generations="8", compiled="off"), Bars()
     for case in groups(rows, "groups", "prompt", "completion"):
-        shape = f"{int(case[0]['prompt']):,} : {int(case[0]['completion']):,}"
-        several = "" if case[0]["groups"] == "1" else f"\n{case[0]['groups']} groups"
-        found[shape + several] = speeds(case, "provider", "update_against_sdpa")
-    return found
+        other = fastest(case)[1]
+        text = {"flashmask": f"over {name_of(other['implementation'])}", "flashmask_unshared": "packed, not shared"}
+        over = {row["implementation"]: float(row[RATE]) / float(other[RATE]) for row in timed(case)}
+        bars[case_of(other)] = {name: (over[name], f"{over[name]:.2f}x  {said}") for name, said in text.items()}
+    draw_bars(figure, bars, "fastest padded = 1")
+    speeds = [group["flashmask"][0] for group in bars.values()]
+    title = f"A GRPO update runs {min(speeds):.1f}x to {max(speeds):.1f}x as fast as the fastest padded one "
+    return f"{title}(prompts x completions, tokens of a prompt : completion)"
 
 
-def parallel_bars() -> dict[str, dict[str, float]]:
-    """Rows of 131,072 tokens over two GPUs."""
-    names = {"keys": "flashmask", "heads": "flashmask_heads", "whole": "whole", "sdpa_cp": "sdpa_cp"}
-    found = {}
+def parallel_chart(figure: Figure) -> str:
+    """Draw rows of 131,072 tokens over two GPUs."""
+    bars, kept = Bars(), list[float]()
     for case in groups(select(read("parallel_h200"), tokens="131072"), "shape", "documents"):
-        documents = "1 document" if case[0]["documents"] == "1" else f"{case[0]['documents']} documents"
-        rates = speeds(case, "provider")
-        found[f"{size_of(case[0])},\n{documents}"] = {names[x]: rate for x, rate in rates.items() if x in names}
-    return found
+        rows = sorted(case, key=lambda row: ("keys", "heads", "sdpa_cp", "whole").index(row["provider"]))
+        text = {row["provider"]: f"{{{RATE}:,.0f}}  {name_of(row['provider'])}, {{peak_gib:.0f}} GiB" for row in rows}
+        group = {row["provider"]: (float(row[RATE]), text[row["provider"]].format_map(row)) for row in rows}
+        kept += [group["keys"][0] / group["whole"][0]] if "whole" in group else []
+        bars[f"{size_of(case[0])}\ndocuments: {case[0]['documents']}"] = group
+    draw_bars(figure, bars)
+    title = f"Two GPUs split a row of {int(case[0]['tokens']):,} tokens and keep {min(kept):.0%} to {max(kept):.0%} of "
+    return f"{title}the speed of unsplit rows, in tokens per second"
 
 
-def attention_bars() -> dict[str, dict[str, float]]:
-    """Attention alone by mask."""
-    rows = timed(select(read("attention_h200"), length="32768", head_dim="128"))
-    return {name_of(case[0]["mask"]): speeds(case, "provider", "both_tflops") for case in groups(rows, "mask")}
+# ----- points and lines
 
 
-# ----- lines
-
-
-def line_chart(path: Path, series: dict[str, dict[int, float]], title: str, form: str) -> None:
-    """Save a chart of lines on logarithmic axes, each with its name and its last value at its end."""
-    figure = Figure(figsize=(6, 3.6), layout="constrained")
+def attention_chart(figure: Figure) -> str:
+    """Draw attention alone: a line of points per mask."""
+    cases = groups(timed(select(read("attention_peers_h200"), length="8192", head_dim="128")), "mask")
+    figure.set_size_inches(6.4, 4.2)
     axes = figure.add_subplot()
-    colors = iter((OURS, MIDDLE, ALSO_OURS))
-    for name, points in series.items():
-        color = next(colors) if name.startswith(("flashmask", "hash", "drop")) else OTHER
-        lengths = sorted(points)
-        axes.plot(lengths, [points[length] for length in lengths], "o-", color=color, markersize=4)
-        end, label = (lengths[-1], points[lengths[-1]]), f"{name_of(name)}, {form.format(points[lengths[-1]])}"
-        axes.annotate(label, end, (8, 0), textcoords="offset points", va="center", fontsize=10)
-    log_axes(axes, sorted({length for points in series.values() for length in points}))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    save(figure, path, title)
+    for name, color, marker, size in (("flashmask", OURS, "o", 7), ("fa4", INK, "D", 9), ("cudnn_flex", GREY, "^", 7),
+                                      ("flex_flash", GREY, "s", 5), ("flex_attention", LIGHT, "v", 7)):  # fmt: skip
+        found = [(float(row["both_tflops"]), y) for y, case in enumerate(cases) for row in select(case, provider=name)]
+        fill = "none" if name == "fa4" else "full"  # around flashmask's where they are equal
+        axes.plot(*zip(*found, strict=True), marker, color=color, markersize=size, fillstyle=fill, label=name_of(name))
+    axes.set_yticks(range(len(cases)), [name_of(case[0]["mask"]) for case in cases])
+    axes.invert_yaxis()
+    axes.grid(axis="y", color=LIGHT, linewidth=0.5)
+    axes.tick_params(axis="y", length=0)
+    axes.set(xlabel="TFLOP/s on tiles that are not hidden, forward and backward", xlim=0)
+    figure.legend(loc="outside lower center", ncols=3)
+    speeds = [{row["provider"]: float(row["both_tflops"]) for row in case} for case in cases]
+    shares = [case.pop("flashmask") / max(case.values()) for case in speeds]
+    return f"Attention alone: {min(shares):.2f}x to {max(shares):.2f}x the fastest peer of each mask"
 
 
-def log_axes(axes: Axes, lengths: Sequence[int], **options: Any) -> None:
+def log_axes(axes: Axes, lengths: Iterable[int], ylabel: str) -> None:
     """Make both axes logarithmic, with lengths in K at the ticks."""
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(lengths, [f"{length // 1024}K" for length in lengths], **options)
+    axes.set(xscale="log", yscale="log", xlabel="tokens per row", ylabel=ylabel)
+    axes.set_xticks(list(lengths), [f"{length // 1024}K" for length in lengths])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
 
 
-def mask_memory_chart(path: Path) -> None:
+def end_labels(axes: Axes, ends: Mapping[str, tuple[tuple[float, float], str]], gap: float = 0.1) -> None:
+    """Write names right of the axes, apart from each other, with a thin line from the last points of their lines."""
+    to_axes = axes.transData + axes.transAxes.inverted()
+    below = -gap
+    for name, (point, color) in sorted(ends.items(), key=lambda end: end[1][0][1]):
+        below = max(to_axes.transform(point)[1], below + gap)
+        axes.annotate(name, point, (1.03, below), textcoords="axes fraction", va="center", fontsize=8, color=color,
+                      arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.4})  # fmt: skip
+
+
+def draw_lines(figure: Figure, series: Mapping[str, Mapping[int, float]], form: str, ylabel: str) -> None:
+    """Draw lines on logarithmic axes, each with its name and its last value at its end."""
+    axes, ends = figure.add_subplot(), {}
+    for name, points in series.items():
+        color = OTHER if color_of(name) == LIGHT else color_of(name)
+        found = sorted(points.items())
+        axes.plot(*zip(*found, strict=True), "o-", color=color, markersize=4)
+        ends[f"{name_of(name)}, {form.format(found[-1][1])}"] = found[-1], color
+    log_axes(axes, sorted({length for points in series.values() for length in points}), ylabel)
+    end_labels(axes, ends)
+
+
+def mask_memory_chart(figure: Figure) -> str:
     """Draw the memory of a mask against the length of the row."""
     series: dict[str, dict[int, float]] = {}
     for row in timed(select(read("attention_h200"), head_dim="128")):
@@ -186,131 +247,120 @@ def mask_memory_chart(path: Path) -> None:
             points, length = series.setdefault(row["provider"], {}), int(row["length"])
             points[length] = max(points.get(length, 0), float(row["mask_mib"]))
     series["a dense bool mask"] = {length: length**2 / 2**20 for length in sorted(series["flashmask"])}
-    line_chart(path, series, "Memory of one row's mask in MiB, by tokens in the row", "{:,.2f}")
+    draw_lines(figure, series, "{:,.2f}", "MiB of one row's mask")
+    return "A mask takes memory by the token, not by the pair of tokens"
 
 
-def sparse_chart(path: Path) -> None:
+def sparse_chart(figure: Figure) -> str:
     """Draw the speed of dynamic sparse attention over causal FlashAttention-2, by the length of the row."""
-    rows = read("sparse_attention_h200")
-
-    def times(provider: str) -> dict[int, float]:
-        own = select(rows, provider=provider)
-        return {int(row["length"]): float(row["forward_ms"]) + float(row["backward_ms"]) for row in own}
-
-    base = times("sdpa")
-    names = ("hash_16", "drop_50", "drop_30", "sdpa")
-    series = {name: {length: base[length] / ms for length, ms in times(name).items()} for name in names}
-    line_chart(path, series, "Speed over causal SDPA (FlashAttention-2), by tokens in the row", "{:.1f}x")
+    times: dict[str, dict[int, float]] = {name: {} for name in ("hash_16", "drop_50", "drop_30", "sdpa")}
+    for row in read("sparse_attention_h200"):
+        times.get(row["provider"], {})[int(row["length"])] = float(row["forward_ms"]) + float(row["backward_ms"])
+    base, longest = times["sdpa"], max(times["sdpa"])
+    series = {name: {length: base[length] / ms for length, ms in own.items()} for name, own in times.items()}
+    draw_lines(figure, series, "{:.1f}x", "speed over causal SDPA")
+    return f"Hash buckets pay off on long rows: {series['hash_16'][longest]:.1f}x with {longest:,} tokens"
 
 
-def sparsity_chart(path: Path) -> None:
+def sparsity_chart(figure: Figure) -> str:
     """Draw the time of attention against the hidden share of the tiles, with the line through it and its R^2."""
     rows = read("sweep_h200")
     x = [float(row["sparsity"]) for row in rows]
     y = [float(row["forward_ms"]) + float(row["backward_ms"]) for row in rows]
     slope, offset = statistics.linear_regression(x, y)
-    r_squared = statistics.correlation(x, y) ** 2
-    figure = Figure(figsize=(6, 3.2), layout="constrained")
     axes = figure.add_subplot()
     axes.plot([min(x), max(x)], [slope * share + offset for share in (min(x), max(x))], color=ALSO_OURS)
     axes.plot(x, y, "o", color=OURS, markersize=5)
-    axes.annotate(f"R² = {r_squared:.4f}", (x[1], y[1]), (14, 4), textcoords="offset points", fontsize=11)
+    r_squared = statistics.correlation(x, y) ** 2
+    axes.annotate(f"R² = {r_squared:.4f}", (x[1], y[1]), (14, 4), textcoords="offset points")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
-    axes.set_ylim(0)
-    save(figure, path, "ms, forward and backward, by the hidden share of the tiles")
+    axes.set(xlabel="hidden share of the tiles", ylabel="ms, forward and backward", ylim=0)
+    return "Time falls in a straight line with the hidden share of the tiles"
 
 
-def convergence_chart(path: Path) -> None:
-    """Draw loss curves: a panel per task, a line per seed and curve, means over ten steps."""
+EARLY = 50  # steps before rounding grows
+
+
+def convergence_chart(figure: Figure) -> str:
+    """Draw loss curves: a panel per task, a line of flashmask per seed, and its peers as marks on it."""
     rows = read("convergence_cpu")
-    styles = {"sdpa": (LIGHT, "-", 4.0), "trl": (GREY, "--", 2.0), "flashmask": (OURS, "-", 1.0)}
-    figure = Figure(figsize=(6, 4.4), layout="constrained")
-    panels = figure.subplots(2, 2, squeeze=False).flatten()
-    labelled = set()
-    for axes, case in zip(panels, groups(rows, "task"), strict=True):
-        for name, (color, line, width) in styles.items():
-            for seed in groups(case, "seed"):
+    figure.set_size_inches(6.4, 4.4)
+    styles = {"flashmask": ("-", "flashmask, a line per seed"), "sdpa": ("o", "SDPA, dense mask"), "trl": ("x", "TRL")}
+    shown: dict[str, Any] = {}
+    for axes, case in zip(figure.subplots(2, 2).flatten(), groups(rows, "task"), strict=True):
+        for seed in groups(case, "seed"):
+            for index, (name, (style, _)) in enumerate(styles.items()):
                 losses = [float(row[name]) for row in seed if row[name]]
-                means = [sum(losses[i : i + 10]) / 10 for i in range(len(losses) - 9)]
-                label = name if means and name not in labelled else None
-                labelled |= {name} if label else set()
-                axes.plot(range(10, 10 + len(means)), means, line, color=color, linewidth=width, label=label)
-        axes.set_title(case[0]["task"], fontsize=11)
-    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=10)
-    save(figure, path, "Loss by step, means over ten steps")
+                means = [statistics.mean(losses[i - 10 : i]) for i in range(10, len(losses) + 1)]
+                places = range(10, 10 + len(means))
+                part = slice(10 * index, None, 20 if index else 1)  # a mark every 20 steps, not on each other
+                color = INK if index else OURS
+                (line,) = axes.plot(places[part], means[part], style, color=color, fillstyle="none", markersize=5)
+                shown[name] = line
+        axes.set(title=TASKS[case[0]["task"]], xlabel="step", ylabel="loss, mean of 10 steps")
+    figure.legend([shown[name] for name in styles], [text for _, text in styles.values()], ncols=3,
+                  loc="outside lower center")  # fmt: skip
+    early = [row for row in rows if int(row["step"]) <= EARLY]
+    off = max(abs(float(row[x]) - float(row["flashmask"])) for row in early for x in ("sdpa", "trl") if row[x])
+    return f"The losses of SDPA and stock TRL lie on flashmask's: {EARLY} steps within {off:.4f}"
 
 
 LINES = {
-    "flashmask": (OURS, "-"),
-    "sdpa": (GREY, "-"),
-    "flex_attention": (OTHER, "-"),
-    "flash_attention_2": (GREY, "--"),
-    "flash_attention_3": (OTHER, "--"),
-    "flash_attention_4": (OTHER, ":"),
+    "flashmask": (OURS, "o-"),
+    "flash_attention_4": (INK, "D--"),
+    "flash_attention_3": (INK, "s--"),
+    "flash_attention_2": (INK, "^--"),
+    "flex_attention": (GREY, "s-"),
+    "sdpa": (OTHER, "v:"),
 }
 
 
-def row_lengths_chart(path: Path, shape: str, column: str, title: str) -> None:
-    """Draw tokens per second or peak memory against the length of the row: a panel per task, a line per attention.
-
-    Nothing is drawn for a shape that was not measured.
-    """
+def row_lengths_chart(figure: Figure, shape: str, column: str, label: str) -> str:
+    """Draw tokens per second or peak memory against the length of the row: a panel per task, a line per attention."""
     rows = select(read_all("row_lengths_*"), shape=shape)
-    tasks = groups(rows, "task")
-    if not tasks:
-        return
-    figure = Figure(figsize=(6, 2.4 * ((len(tasks) + 1) // 2) + 0.6), layout="constrained")
-    panels = figure.subplots((len(tasks) + 1) // 2, 2, squeeze=False).flatten()
-    labelled = set()
-    for axes, case in zip(panels, tasks, strict=False):
-        for name in dict.fromkeys(row["implementation"] for row in rows):
+    tasks, says = groups(rows, "task"), list[str]()
+    lines = (len(tasks) + 1) // 2
+    figure.set_size_inches(7.4, 2.5 * lines + 0.5)
+    for panel, case in enumerate(tasks, start=1):
+        axes, ends = figure.add_subplot(lines, 2, panel), {}
+        for name, (color, style) in LINES.items():
             shown = select(case, implementation=name)
             points = [(int(row["length"]), float(row[column])) for row in trained(shown)]
             if not points:
                 continue
-            (color, line), label = LINES[name], name_of(name) if name not in labelled else None
-            labelled.add(name)
-            drawn = axes.plot(*zip(*points, strict=True), line, marker="o", markersize=3, color=color, label=label)
-            drawn[0].set_zorder(3 if name == "flashmask" else 2)  # peers may have equal figures
+            top = 3 if name == "flashmask" else 2  # peers may have equal figures
+            axes.plot(*zip(*points, strict=True), style, markersize=4, color=color, zorder=top)
+            ends[re.split(r" \(|,", name_of(name))[0]] = points[-1], color
             if shown[-1][RATE] == "out of memory":
                 axes.plot(*points[-1], "x", color=color, markersize=9, markeredgewidth=2)
-        axes.set_title(TASKS[case[0]["task"]], fontsize=11)
-        log_axes(axes, sorted({int(row["length"]) for row in trained(rows)})[::2], fontsize=9)
-        axes.tick_params(axis="y", labelsize=9)
+        log_axes(axes, sorted({int(row["length"]) for row in trained(rows)})[::2], label)
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-    for axes in panels[len(tasks) :]:
-        axes.set_visible(False)
-    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=10)
-    save(figure, path, title)
+        end_labels(axes, ends)
+        at = select(trained(case), length=common_length(case))
+        figures = {row["implementation"]: float(row[column]) for row in at}
+        ours, other = figures.pop("flashmask"), figures["sdpa"] if column == "peak_gib" else max(figures.values())
+        axes.set_title(TASKS[case[0]["task"]])
+        says.append(f"{axes.get_title()} {ours / other:.2f}x")
+    base = "peak memory over SDPA's" if column == "peak_gib" else "speed over the fastest other attention"
+    return f"{shape}'s shape, {base} with {int(at[0]['length']):,} tokens: {', '.join(says)}"
 
 
-ROW_LENGTHS = {
-    f"{kind}_{size}": partial(row_lengths_chart, shape=shape, column=column, title=f"{title}, {shape}'s shape")
-    for size, shape in (("1b", "llama-3.2-1b"), ("8b", "llama-3.1-8b"))
-    for kind, column, title in (
-        ("row_speed", RATE, "Tokens per second by tokens in the row"),
-        ("row_memory", "peak_gib", "Peak GiB by tokens in the row"),
-    )
-}
-
-# name: what returns its groups of bars, title, form of a value, inches of a bar
-BARS: dict[str, tuple[Callable[[], dict[str, dict[str, float]]], str, str, float]] = {
-    "tasks": (task_bars, "Tokens per second, over the fastest other way (= 1)", "{:.1f}x", 0.3),
-    "training": (training_bars, "Tokens per second of training", "{:,.0f}", 0.27),
-    "alignment": (alignment_bars, "Tokens per second of training, rows of 32,768", "{:,.0f}", 0.27),
-    "grpo": (grpo_bars, "Speed of an update by prompt : completion tokens, padded SDPA = 1", "{:.1f}x", 0.24),
-    "parallel": (parallel_bars, "Tokens per second of two GPUs, rows of 131,072", "{:,.0f}", 0.27),
-    "attention": (attention_bars, "TFLOP/s, forward and backward, 32,768 tokens, head_dim 128", "{:,.0f}", 0.22),
-}
-
-CHARTS: dict[str, Callable[[Path], None]] = {
-    **{name: lambda path, bars=bars: bar_chart(path, bars[0](), *bars[1:]) for name, bars in BARS.items()},
+CHARTS: dict[str, Callable[[Figure], str]] = {
+    "tasks": tasks_chart,
+    "training": partial(rates_chart, tasks=("SFT", "LoRA")),
+    "alignment": partial(rates_chart, tasks=("DPO", "reward model")),
+    "grpo": grpo_chart,
+    "parallel": parallel_chart,
+    "attention": attention_chart,
     "mask_memory": mask_memory_chart,
     "sparse": sparse_chart,
     "sparsity": sparsity_chart,
     "convergence": convergence_chart,
-    **ROW_LENGTHS,
+    **{
+        f"{kind}_{shape[-2:]}": partial(row_lengths_chart, shape=shape, column=column, label=label)
+        for shape in ("llama-3.2-1b", "llama-3.1-8b")
+        for kind, column, label in (("row_speed", RATE, "tokens per second"), ("row_memory", "peak_gib", "peak GiB"))
+    },
 }
 """Function of each chart in docs/assets, by its name without the suffix."""
 

@@ -17,10 +17,12 @@ Cell = Callable[[list[Row]], str]
 Columns = dict[str, str | Cell]
 """Columns of a table by title; a text is the format of the first row of a line."""
 
+RATE = "tokens_per_second"
 NAMES = {
     "flashmask_triton": "flashmask, portable kernels",
-    "flashmask_unshared": "flashmask, packed, not shared",
-    "flashmask_heads": "flashmask, exchange of heads",
+    "flashmask_unshared": "packed, not shared",
+    "keys": "flashmask, keys exchanged",
+    "heads": "flashmask, heads exchanged",
     "whole": "a row on each GPU, not split",
     "sdpa_cp": "torch's context parallelism, SDPA",
     "flex_attention": "FlexAttention (Triton)",
@@ -29,12 +31,12 @@ NAMES = {
     "cudnn": "cuDNN (SDPA)",
     "cudnn_flex": "cuDNN flex_attention",
     "sdpa": "SDPA",
-    "flash_attention_2": "FlashAttention-2, varlen",
-    "flash_attention_3": "FlashAttention-3, varlen",
-    "flash_attention_4": "FlashAttention-4, varlen",
-    "trl_sdpa": "SDPA",
+    "sdpa_dense": "SDPA, dense mask",
+    "trl_sdpa": "SDPA, one batch",
     "trl_sdpa_single": "SDPA, one by one",
     "trl_flex_attention_single": "FlexAttention, one by one",
+    "trl_flash_attention_4": "FlashAttention-4, one batch",
+    **{f"flash_attention_{n}": f"FlashAttention-{n}, varlen" for n in (2, 3, 4)},
     "hash_16": "16 hash buckets",
     "drop_30": "30% of queries and keys dropped",
     "drop_50": "50% dropped",
@@ -71,17 +73,58 @@ def select(rows: Iterable[Row], **values: str) -> list[Row]:
 
 def timed(rows: Iterable[Row]) -> list[Row]:
     """Return the rows that have figures: `status` says "timed", and a rate is a number."""
-    rated = ("tokens_per_second", "update_tokens_per_second")
-    return [
-        row
-        for row in rows
-        if row.get("status", "timed") == "timed" and all(row.get(name, "0").isdigit() for name in rated)
-    ]
+    return [row for row in rows if row.get("status", "timed") == "timed" and row.get(RATE, "0").isdigit()]
 
 
 def trained(rows: Iterable[Row]) -> list[Row]:
     """Return the rows of `training.py` with measured steps; others have only a first step, or none."""
     return [row for row in timed(rows) if row["peak_gib"] and row.get("steps") != "0"]
+
+
+def fine_tuning() -> list[Row]:
+    """Return the rows of SFT and LoRA in all settings."""
+    older = [row for row in read_all("row_lengths_*") if row["task"] in ("sft", "lora")]
+    return read_all("settings_*") or older
+
+
+def preferences(task: str) -> list[Row]:
+    """Return the rows of DPO or of reward models, 1B: this package, and stock TRL."""
+    rows = read_all(f"alignment_{task}_*")
+    if not any("flash_attention" in row["implementation"] for row in rows):
+        rows += select(read_all("row_lengths_1b_*"), task=task, implementation="flash_attention_4")
+    return rows
+
+
+def updates() -> list[Row]:
+    """Return the rows of updates of GRPO under the names of `training.py`; peers run the padded batch."""
+    rows = read_all("grpo_*_h200") or read_all("grpo_*")
+    every = {row["provider"] for row in rows}
+    names = {name: name if name.startswith("flashmask") else f"padded_{name}" for name in every}
+    return [
+        {"task": "grpo", "setting": "eager", "length": row["prompt"], **row}
+        | {"implementation": names[row["provider"]], RATE: row[f"update_{RATE}"], "peak_gib": row["update_peak_gib"]}
+        for row in rows
+    ]
+
+
+def fastest(rows: Iterable[Row]) -> tuple[Row, Row]:
+    """Return the fastest row of flashmask, and the fastest one that is not of this package."""
+    measured = sorted(timed(rows), key=lambda row: -float(row[RATE]))
+    others = (row for row in measured if not row["implementation"].startswith("flashmask"))
+    return select(measured, implementation="flashmask")[0], next(others)
+
+
+def gain(rows: Iterable[Row]) -> float:
+    """Return the speed of flashmask over the fastest other way."""
+    ours, other = fastest(rows)
+    return float(ours[RATE]) / float(other[RATE])
+
+
+def common_length(rows: Sequence[Row]) -> str:
+    """Return the longest row at which all implementations that ever ran have figures."""
+    ran = trained(rows)
+    cases = {case[0]["length"]: len(case) for case in groups(ran, "length")}
+    return max((length for length, count in cases.items() if count == max(cases.values())), key=int)
 
 
 def number(rows: Iterable[Row], column: str, **values: str) -> float:
@@ -100,7 +143,9 @@ def ratios(rows: Iterable[Row], column: str, ours: str, peer: str, *by: str) -> 
 
 def name_of(provider: str) -> str:
     """Return how pages write a provider or a mask family."""
-    return NAMES.get(provider, provider.replace("_", " "))
+    plain = provider.removeprefix("padded_")
+    name = NAMES.get(plain, plain.replace("_", " "))
+    return name if plain == provider else name.split(",")[0].split(" (")[0] + ", padded"
 
 
 def size_of(row: Row) -> str:

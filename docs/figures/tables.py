@@ -7,17 +7,22 @@ import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from charts import GALLERY, ROW_LENGTHS, gains, groups_of_8
+from charts import EARLY, GALLERY, headlines
 from results import (
+    RATE,
     TASKS,
     Cell,
     Columns,
     Row,
     cell,
+    common_length,
+    fastest,
+    fine_tuning,
+    gain,
     groups,
-    measured,
     name_of,
     number,
+    preferences,
     ratios,
     read,
     read_all,
@@ -27,12 +32,12 @@ from results import (
     table,
     timed,
     trained,
+    updates,
     width_of,
 )
 
 from flashmask_hf import masks
 
-RATE = "tokens_per_second"
 PEERS = ("fa4", "cudnn_flex", "flex_flash", "flex_attention", "cudnn")
 FLASH_ATTENTION = ("full", "causal", "sliding_window", "causal_document", "document")  # masks that it has a form for
 ATTENTION, TRAINING = "benchmarks/attention.py", "benchmarks/training.py"
@@ -61,9 +66,10 @@ def change(column: str) -> str:
 
 def update_times() -> str:
     """Return the milliseconds of an update of GRPO in the three shapes with the fewest tokens to compute."""
-    rows = select(groups_of_8(), provider="flashmask")[:3]
-    times = [1000 * int(row["tokens"]) / float(row["update_tokens_per_second"]) for row in rows]
-    return f"{min(times):.0f} to {max(times):.0f} ms"
+    case = {"model": "llama-3.2-1b", "groups": "1", "generations": "8", "compiled": "off"}
+    rows = timed(select(updates(), implementation="flashmask", **case))
+    times = sorted(1000 * int(row["tokens"]) / float(row[RATE]) for row in rows)[:3]
+    return f"{times[0]:.0f} to {times[-1]:.0f} ms"
 
 
 def first_call(cache_state: str) -> str:
@@ -77,10 +83,9 @@ def long_length() -> str:
     return f"{max(int(row['tokens']) for row in read('long_rows_h200') if '8b' in row['shape']):,}"
 
 
-def sft_gain() -> str:
-    """Return the speed of fine-tuning over SDPA."""
-    ours, sdpa = (number(read("training_h200"), RATE, implementation=name) for name in ("flashmask", "sdpa"))
-    return f"{ours / sdpa:.1f}x"
+def headline(task: str, form: str = "{:.1f}x") -> str:
+    """Return the speed of a task over the fastest other way."""
+    return form.format(gain(headlines()[task][1]))
 
 
 # ----- attention alone
@@ -89,10 +94,6 @@ def sft_gain() -> str:
 def _there(rows: Sequence[Row], order: Sequence[str]) -> list[str]:
     """Return the providers of an order that have rows."""
     return [provider for provider in order if any(row["provider"] == provider for row in rows)]
-
-
-def _mask(rows: list[Row]) -> str:
-    return name_of(rows[0]["mask"])
 
 
 def _width(rows: list[Row]) -> str:
@@ -104,25 +105,17 @@ def _both_ms(rows: Sequence[Row]) -> list[Row]:
     return [row | {"both_ms": str(float(row["forward_ms"]) + float(row["backward_ms"]))} for row in timed(rows)]
 
 
-def attention() -> str:
-    """The conditions of the chart of attention alone."""
-    rows = select(read("attention_h200"), length="32768", head_dim="128")
-    names = _there(rows, ("flashmask", "flashmask_triton", *PEERS))
-    shape = "TFLOP/s on tiles that are not hidden, {batch} rows of 32,768 tokens, {heads} heads".format_map(rows[0])
-    command = f"{ATTENTION} --providers {' '.join(names)}"
-    return f"\n\n{measured(rows, command, shape)}\n\n"
+def _ratio(column: str, ours: str, peer: str, *by: str, **where: str) -> Cell:
+    """Return a cell with the spread of a provider's figures over a peer's among the cases (columns `by`) of a line."""
+    return lambda rows: spread(ratios(select(rows, **where), column, ours, peer, *by))
 
 
 def peers() -> str:
     """Attention alone by mask beside the fastest peers, forward and backward, heads of 128."""
     rows = select(read("attention_peers_h200"), length="8192", head_dim="128")
     names = _there(rows, ("flashmask", *PEERS))
-
-    def both(name: str, rows: list[Row]) -> str:
-        one, two = (cell(f"{{{x}_tflops:.0f}}", "not run", provider=name)(rows) for x in ("forward", "backward"))
-        return one if one == two and not one.isdigit() else f"{one}/{two}"
-
-    columns = {"mask": _mask} | {name_of(name): partial(both, name) for name in names}
+    both = partial(cell, "{forward_tflops:.0f}/{backward_tflops:.0f}", "not run")
+    columns = {"mask": lambda rows: name_of(rows[0]["mask"])} | {name_of(name): both(provider=name) for name in names}
     shape = "TFLOP/s of forward/backward, {batch} rows of 8,192 tokens, {heads} heads of 128".format_map(rows[0])
     command = f"{ATTENTION} --dims 128 --lengths 8192 --providers {' '.join(names)}"
     return table(rows, ["mask"], columns, command, shape)
@@ -135,8 +128,8 @@ def peers_widths() -> str:
 
     def ratio(name: str, rows: list[Row]) -> str:
         found = ratios(rows, "both_tflops", "flashmask", name, "mask")
-        states = [row["status"].partition(":")[0] for row in select(rows, provider=name)]
-        return spread(found) if found else next((state for state in states if state != "cannot"), "not run")
+        tried = [row for row in rows if not row["status"].startswith("cannot")]
+        return spread(found) if found else cell("", "not run", provider=name)(tried)
 
     lines = sorted(groups(rows, "head_dim", "v_head_dim"), key=lambda rows: -int(rows[0]["head_dim"]))
     columns = {"head_dim": _width} | {name_of(name): partial(ratio, name) for name in names}
@@ -173,18 +166,14 @@ def peers_shapes(name: str, lengths: Sequence[str], shape: str, flags: str) -> s
 
 def deterministic() -> str:
     """Time with sums in a fixed order in the gradient of q, relative to sums in any order."""
-    rows = read("deterministic_h200")
-
-    def ratio(hidden: bool, rows: list[Row]) -> str:
-        shown = [row for row in rows if (row["mask"] == "hidden_intervals") == hidden]
-        return spread(ratios(shown, "backward_ms", "flashmask_deterministic", "flashmask", "mask"))
-
+    rows = [row | {"hidden": str(row["mask"] == "hidden_intervals")} for row in read("deterministic_h200")]
+    ratio = partial(_ratio, "backward_ms", "flashmask_deterministic", "flashmask", "mask")
     columns: Columns = {
         "head size": _width,
         "tokens per row": "{length:,.0f}",
         "query heads per key head": lambda rows: str(int(rows[0]["heads"]) // int(rows[0]["kv_heads"])),
-        "backward": partial(ratio, False),
-        "with two hidden intervals": partial(ratio, True),
+        "backward": ratio(hidden="False"),
+        "with two hidden intervals": ratio(hidden="True"),
     }
     command = f"{ATTENTION} --providers flashmask flashmask_deterministic --dims DIMS --group GROUP --masks MASKS"
     shape = "time of the backward relative to sums in any order (median of the masks), 65,536 tokens"
@@ -202,18 +191,12 @@ RAGGED = {
 
 
 def ragged() -> str:
-    """Speed over FlexAttention where there is little or uneven work, by group of cases; "" if none was measured."""
-    rows = [row | {"group": row["case"].split()[0]} for row in read_all("ragged_*")]
-    if not rows:
-        return ""
-
-    def ratio(name: str, rows: list[Row]) -> str:
-        return spread(ratios(_both_ms(rows), "both_ms", "flex_attention", name, "case"))
-
+    """Speed over FlexAttention where there is little or uneven work, by group of cases."""
+    rows = [row | {"group": row["case"].split()[0]} for row in _both_ms(read_all("ragged_*"))]
     columns: Columns = {"work": lambda rows: RAGGED[rows[0]["group"]]}
     columns["cases"] = lambda rows: str(len(groups(rows, "case")))
     names = _there(rows, ("flashmask", "flashmask_triton", "fa4", "cudnn_flex", "cudnn"))
-    columns |= {name_of(name): partial(ratio, name) for name in names}
+    columns |= {name_of(name): _ratio("both_ms", "flex_attention", name, "case") for name in names}
     shape = "speed over FlexAttention (Triton), both passes on the GPU (median of the cases)"
     return table(rows, ["group"], columns, f"{ATTENTION} ragged", shape)
 
@@ -236,29 +219,24 @@ def sparse() -> str:
 
 
 def decoding() -> str:
-    """One decoding step with long caches."""
-    rows = select(read("decode_h200"), batch="8", length="65536")
-
-    def time(provider: str, mask: str) -> Cell:
-        return lambda rows: f"{number(rows, 'graph_us', provider=provider, mask=mask) / 1000:.2f} ms"
-
-    columns: Columns = {
-        "heads of queries/keys": "{heads}/{kv_heads}",
-        "flashmask, with the mask": time("flashmask", "padding"),
-        "SDPA, with the mask": time("sdpa_dense", "padding"),
-        "SDPA, without a mask": time("sdpa", "full"),
-    }
-    shape = "8 left-padded sequences of 65,536 keys, heads of 128, in a CUDA graph"
-    return table(rows, ["kv_heads"], columns, f"{ATTENTION} decode", shape)
+    """One decoding step under a mask of padding, relative to SDPA with that mask, by cache: more than 1 is slower."""
+    rows = select(read("decode_h200"), mask="padding")
+    columns: Columns = {"keys in the cache": "{length:,.0f}", "heads of queries/keys": "{heads}/{kv_heads}"}
+    for kind, column in (("CUDA graph", "graph_us"), ("eager", "eager_us")):
+        for batch in dict.fromkeys(row["batch"] for row in rows):
+            columns[f"{kind}, batch {batch}"] = _ratio(column, "flashmask", "sdpa_dense", "case", batch=batch)
+    lines = sorted(groups(rows, "length", "kv_heads"), key=lambda line: int(line[0]["length"]))
+    shape = "time relative to SDPA with the mask, left-padded sequences, heads of 128"
+    return table(rows, lines, columns, f"{ATTENTION} decode", shape)
 
 
 def short() -> str:
     """Short rows beside SDPA with a dense mask."""
     rows = read("short_h200")
 
-    def ratio(column: str, passes: str, own: list[Row]) -> str:
-        shown = select(rows, passes=passes)
-        return spread(ratios(shown, column, own[0]["provider"], "sdpa_dense", "batch", "length", "head_dim"))
+    def ratio(column: str, passes: str, line: list[Row]) -> str:
+        by = ("batch", "length", "head_dim")
+        return spread(ratios(select(rows, passes=passes), column, line[0]["provider"], "sdpa_dense", *by))
 
     columns: Columns = {"": lambda rows: name_of(rows[0]["provider"])}
     for kind, column in (("host", "host_us"), ("CUDA graph", "graph_us")):
@@ -294,134 +272,101 @@ def masks_made() -> str:
 # ----- training
 
 
-def training() -> str:
-    """Supervised fine-tuning on packed rows."""
-    rows = sorted(read("training_h200"), key=lambda row: -int(row[RATE]))
-    sdpa, dense = number(rows, RATE, implementation="sdpa"), {"sdpa": ", dense mask"}
-    columns: Columns = {
-        "attention": lambda rows: name_of(rows[0]["implementation"]) + dense.get(rows[0]["implementation"], ""),
-        "tokens/s": f"{{{RATE}:,.0f}}",
-        "against SDPA": lambda rows: f"{number(rows, RATE) / sdpa:.2f}x",
-        "peak memory": "{peak_gib:.1f} GiB",
+SETTINGS = {"eager": "plain", "kept": "attention kept", "liger": "Liger", "kept+liger": "attention kept, Liger",
+            "compiled": "compiled", "compiled+kept": "compiled, attention kept"}  # fmt: skip
+WORK = "documents of random length, gradient checkpointing, TRL's head, AdamW, random weights"
+
+
+def _model(line: list[Row]) -> str:
+    """Return a shape's size and what is trained."""
+    return f"{size_of(line[0])}, {'LoRA' if line[0]['trained'] == 'adapters' else 'all weights'}"
+
+
+def _lines(rows: Sequence[Row], *by: str, peer: str = "flash_attention_4") -> list[list[Row]]:
+    """Return the lines that both flashmask and a peer have run."""
+    lines = [timed(line) for line in groups(rows, *by)]
+    return [line for line in lines if {"flashmask", peer} <= {row["implementation"] for row in line}]
+
+
+def _beside(title: str) -> Columns:
+    """Return the columns of the fastest rows of flashmask and of the others, whose column has this title."""
+
+    def rate(which: int, line: list[Row]) -> str:
+        row = fastest(line)[which]
+        more = [name_of(row["implementation"])] * which + [SETTINGS[row["setting"]]] * (row["setting"] != "eager")
+        return f"{int(row[RATE]):,}" + (f" ({', '.join(more)})" if more else "")
+
+    return {
+        "flashmask, tokens/s": partial(rate, 0),
+        title: partial(rate, 1),
+        "gain": lambda line: f"{gain(line):.2f}x",
+        "peak GiB of both": lambda line: " / ".join(f"{float(row['peak_gib']):.1f}" for row in fastest(line)),
     }
-    shape = "rows of {length:,.0f} tokens of 1 to 10 documents, gradient checkpointing, AdamW".format_map(rows[0])
-    command = f"{TRAINING} --tasks sft --lengths {rows[0]['length']} --full-logits"
-    return table(rows, ["implementation"], columns, command, SHAPE, shape)
 
 
-def compiled() -> str:
-    """Full fine-tuning with compiled layers."""
-    rows, kept = read("training_compiled_h200"), {"compiled+kept": ", attention output kept"}
-    first = cell("{first_step_seconds:.0f} s")
-    columns: Columns = {
-        "layers compiled": lambda rows: name_of(rows[0]["implementation"]) + kept.get(rows[0]["setting"], ""),
-        "tokens/s": f"{{{RATE}:,.0f}}",
-        "first step": lambda rows: "as in the row above" if rows[0]["compilations"] == "0" else first(rows),
-    }
-    shape = f"{SHAPE}, all weights, rows of {int(rows[0]['length']):,} tokens of 1 to 10 documents"
-    command = f"{TRAINING} --tasks sft --lengths 32768 --settings compiled compiled+kept"
-    return table(rows, ["implementation", "setting"], columns, command, shape)
+def fast_settings() -> str:
+    """The fastest setting of fine-tuning by model and length of a row, beside the fastest other way."""
+    lines = _lines(fine_tuning(), "shape", "task", "length")
+    lines.sort(key=lambda line: (line[0]["shape"], line[0]["task"], int(line[0]["length"])))
+    columns = {"model": _model, "tokens per row": "{length:,.0f}", **_beside("fastest other way, tokens/s")}
+    return table(lines[0], lines, columns, f"{TRAINING} settings --lengths LENGTHS --shapes SHAPE", WORK)
 
 
-def kept() -> str:
-    """Training steps by length of a row, with and without attention's results kept."""
-    rows = read("training_kept_h200")
-
-    def seconds(rows: list[Row], setting: str) -> float:
-        return number(rows, "seconds_per_step", setting=setting)
-
-    columns: Columns = {
-        "tokens per row": "{length:,.0f}",
-        "step, recomputed": lambda rows: f"{1000 * seconds(rows, 'eager'):,.0f} ms",
-        "step, kept": lambda rows: f"{1000 * seconds(rows, 'kept'):,.0f} ms",
-        "ratio": lambda rows: f"{seconds(rows, 'kept') / seconds(rows, 'eager'):.2f}",
-        "peak, recomputed": cell("{peak_gib:.1f} GiB", setting="eager"),
-        "peak, kept": cell("{peak_gib:.1f} GiB", setting="kept"),
-    }
-    lengths = " ".join(dict.fromkeys(row["length"] for row in rows))
-    command = f"{TRAINING} --tasks sft --lengths {lengths} --settings eager kept --implementations flashmask"
-    shape = f"{SHAPE}, all weights, rows of 1 to 10 documents, medians of steps in turns"
-    return table(rows, ["length"], columns, command, shape)
+def settings() -> str:
+    """Fine-tuning with flashmask by setting."""
+    rows = read_all("settings_*") or [*read("training_kept_h200"), *read("training_compiled_h200")]
+    rows = select(rows, implementation="flashmask")
+    columns: Columns = {"model": _model, "tokens per row": "{length:,.0f}"}
+    figures = partial(cell, f"{{{RATE}:,.0f}} / {{peak_gib:.1f}}")
+    columns |= {words: figures(setting=name) for name, words in SETTINGS.items() if select(rows, setting=name)}
+    columns["first compiled step"] = cell("{first_step_seconds:.0f} s", setting="compiled")
+    lines = sorted(groups(rows, "shape", "length"), key=lambda line: (line[0]["shape"], int(line[0]["length"])))
+    command = f"{TRAINING} settings --implementations flashmask --lengths LENGTHS --shapes SHAPE"
+    return table(rows, lines, columns, command, f"tokens/s / peak GiB, {WORK}")
 
 
 def alignment() -> str:
     """DPO and reward models beside stock TRL."""
-    rows = [row for task in ("dpo", "reward") for row in read(f"alignment_{task}_h200")]
-
-    def pair(form: str) -> Cell:
-        """Return a cell of the row of flashmask (0) and of the fastest other one (1)."""
-
-        def shown(rows: list[Row]) -> str:
-            ours = select(rows, implementation="flashmask")[0]
-            others = timed(row for row in rows if row["implementation"] != "flashmask")
-            best = max(others, key=lambda row: int(row[RATE]))
-            name = name_of(best["implementation"]).split(",")[0]
-            return form.format(ours, best, name=name, gain=int(ours[RATE]) / int(best[RATE]))
-
-        return shown
-
-    columns: Columns = {
-        "task": lambda rows: TASKS[rows[0]["task"]],
-        "tokens per row": "{length:,.0f}",
-        "shared, tokens/s": pair(f"{{0[{RATE}]:,.0f}}"),
-        "stock TRL, tokens/s": pair(f"{{1[{RATE}]:,.0f}} ({{name}})"),
-        "gain": pair("{gain:.2f}x"),
-        "peak GiB, shared / stock": pair("{0[peak_gib]:.1f} / {1[peak_gib]:.1f}"),
-    }
+    lines = _lines([*preferences("dpo"), *preferences("reward")], "task", "length")
+    columns: Columns = {"task": lambda line: TASKS[line[0]["task"]], "tokens per row": "{length:,.0f}"}
+    columns |= _beside("fastest of stock TRL, tokens/s")
     shape = f"{SHAPE}, 2 answers and a reference model (DPO), 6 answers (reward), answers of 10% to 20% of their "
-    command = f"{TRAINING} --tasks dpo reward --lengths LENGTH --implementations flashmask trl_sdpa trl_sdpa_single "
-    command += "trl_flex_attention_single"
-    return table(rows, ["task", "length"], columns, command, f"{shape}question, tokens counted once per row")
+    command = f"{TRAINING} --shapes llama-3.2-1b --tasks TASK --lengths LENGTHS --implementations NAMES"
+    return table(lines[0], lines, columns, command, f"{shape}question, tokens counted once per row")
 
 
 def row_lengths() -> str:
-    """Charts and table of training against the length of the row, of the shapes that were measured."""
+    """Training against the length of the row: the longest row that all ran, and the longest of flashmask."""
     rows = read_all("row_lengths_*")
-    if not rows:
-        return ""
-    pictures = [
-        f"![{chart.keywords['title']}: SFT, LoRA, DPO, reward model](assets/{name}.svg)"
-        for name, chart in ROW_LENGTHS.items()
-        if select(rows, shape=chart.keywords["shape"])
-    ]
-    names = list(dict.fromkeys(row["implementation"] for row in trained(rows)))
     figures = f"{{{RATE}:,.0f}} / {{peak_gib:.1f}}"
 
-    def common(rows: list[Row]) -> str:
-        """Return the longest length at which all that ever ran have figures."""
-        ran = trained(rows)
-        count = len({row["implementation"] for row in ran})
-        return max((row["length"] for row in ran if len(select(ran, length=row["length"])) == count), key=int)
-
     def at_common(name: str, rows: list[Row]) -> str:
-        return cell(figures, implementation=name, length=common(rows))(trained(rows))
+        return cell(figures, implementation=name, length=common_length(rows))(trained(rows))
 
     def longest(rows: list[Row]) -> str:
-        """Return the longest row of flashmask, and its figures."""
         own = select(rows, implementation="flashmask")
         more = "" if [row[RATE] for row in own if not row["peak_gib"]] == ["out of memory"] else " or more"
         return ("{length:,.0f}" + more + ": " + figures).format_map(trained(own)[-1])
 
     columns: Columns = {
         "task": lambda rows: f"{size_of(rows[0])} {TASKS[rows[0]['task']]}",
-        "tokens per row": lambda rows: f"{int(common(rows)):,}",
+        "tokens per row": lambda rows: f"{int(common_length(rows)):,}",
     }
-    columns |= {name_of(name): partial(at_common, name) for name in names} | {"longest of flashmask": longest}
+    names = dict.fromkeys(row["implementation"] for row in trained(rows))
+    columns |= {name_of(name): partial(at_common, name) for name in names}
+    columns["longest of flashmask"] = longest
     shape = "tokens/s / peak GiB of the longest row that all ran, lengths double from 4,096, random weights"
-    below = table(rows, ["shape", "task"], columns, f"{TRAINING} --shapes SHAPE", shape)
-    return "\n\n" + "\n\n".join(pictures) + below
+    return table(rows, ["shape", "task"], columns, f"{TRAINING} --shapes SHAPE", shape)
 
 
 def profile() -> str:
-    """A step's time by kind of work, by shape, length and setting; "" if none was measured."""
+    """A step's time by kind of work, by shape, length and setting."""
     rows = [row for row in read_all("step_profile_*") if row["share"] and row["setting"] in ("kept", "compiled+kept")]
-    if not rows:
-        return ""
     cases = groups(rows, "setting", "shape", "length")
     cases.sort(key=lambda case: (len(case[0]["setting"]), size_of(case[0])))
 
     def title(case: Row) -> str:
-        return f"{_trained(case)}, {int(case['length']):,}{', compiled' * ('compiled' in case['setting'])}"
+        return f"{_model([case])}, {int(case['length']):,}{', compiled' * ('compiled' in case['setting'])}"
 
     def share(kind: str, case: list[Row]) -> float:
         return sum(float(row["share"]) for row in case if row["kind"] == kind)
@@ -444,16 +389,11 @@ def profile() -> str:
     return table(rows, lines, columns, "benchmarks/step_profile.py --shape SHAPE", work)
 
 
-def _trained(row: Row) -> str:
-    """Return a shape's size and what is trained."""
-    return f"{size_of(row)}, {'LoRA' if row['trained'] == 'adapters' else 'all weights'}"
-
-
 def long_rows(name: str) -> str:
     """What fits by a file of results: model, what is trained, tokens per row, speed and memory."""
     rows = [row for row in read(name) if row["peak_gib"]]
     columns: Columns = {
-        "shape of Llama": lambda rows: _trained(rows[0]),
+        "shape of Llama": _model,
         "tokens per row": "{tokens:,.0f}",
         "documents": "{documents}",
         "tokens/s": f"{{{RATE}:,.0f}}",
@@ -490,7 +430,6 @@ def parallel() -> str:
     return table(read("parallel_h200"), ["shape", "tokens", "documents"], columns, command, shape)
 
 
-EARLY = 50  # steps before rounding grows
 CURVES = {"flashmask_again": "again", "flashmask_unskipped": "no tile skipped", "sdpa": "SDPA, dense", "trl": "TRL"}
 
 
@@ -532,30 +471,22 @@ def packing() -> str:
 
 
 def grpo() -> str:
-    """Updates of GRPO relative to padded SDPA."""
-
-    def speed(provider: str, form: str = "{update_against_sdpa:.2f}") -> Cell:
-        return cell(form, "-", provider=provider)
-
+    """Updates of GRPO beside the fastest padded one."""
+    by = ("model", "prompt", "completion", "groups", "generations", "compiled")
+    lines = _lines(updates(), *by, peer="padded_sdpa")
     columns: Columns = {
-        "model": lambda rows: {"llama-3.2-1b": "1B", "qwen3-4b": "4B, LoRA"}[rows[0]["model"]],
+        "model": lambda line: {"llama-3.2-1b": "1B", "qwen3-4b": "4B, LoRA"}[line[0]["model"]],
         "P : C": "{prompt:,.0f} : {completion:,.0f}",
-        "micro-batch": lambda rows: (
-            "{groups} x {generations}".format_map(rows[0]) + ", compiled" * (rows[0]["compiled"] == "on")
-        ),
-        "shared prompt": speed("flashmask"),
-        "packed, not shared": speed("flashmask_unshared"),
-        "SDPA, padded": speed("sdpa", "{update_against_sdpa:.0f} ({update_tokens_per_second:,.0f} tokens/s)"),
-        "FlexAttention, padded": speed("flex_attention"),
-        "peak GiB, shared / SDPA": lambda rows: " / ".join(
-            cell("{update_peak_gib:.1f}", provider=name)(rows) for name in ("flashmask", "sdpa")
+        "micro-batch": lambda line: "{groups} x {generations}{more}".format(
+            more=", compiled" * (line[0]["compiled"] == "on"), **line[0]
         ),
     }
+    columns |= _beside("fastest padded, tokens/s")
+    columns["packed, not shared"] = cell(f"{{{RATE}:,.0f}}", "-", implementation="flashmask_unshared")
     command = "benchmarks/reinforcement.py --models MODEL --cases P:C --groups GROUPS --generations G"
-    shape = "an update relative to TRL's trainer with padded SDPA, micro-batches of groups x completions of a group, "
-    shape += "completions of half to all of C tokens, checkpointing, random weights, - where not run or out of memory"
-    lines = ["model", "prompt", "completion", "groups", "generations", "compiled"]
-    return table(read("grpo_h100"), lines, columns, command, shape)
+    shape = "an update beside TRL's trainer on the padded batch, micro-batches of groups x completions of a group, "
+    shape += "completions of half to all of C tokens, checkpointing, random weights"
+    return table(lines[0], lines, columns, command, shape)
 
 
 def sharing() -> str:
@@ -606,16 +537,18 @@ def gallery() -> str:
 
 LONG = "65,536 tokens in all, or one row, medians of 5 turns, or 3 with 131,072"
 TURNS, GROUPED = "medians of 5 turns, or 3 with 131,072", ("8192", "32768", "131072")
-PLAIN = (attention, peers, peers_widths, deterministic, ragged, sparse, decoding, short, masks_made, training, compiled,
-         kept, alignment, row_lengths, profile, parallel, convergence, packing, grpo, sharing, first_step,
-         sparse_training, gallery, sft_gain, long_length, update_times)  # fmt: skip
+PLAIN = (peers, peers_widths, deterministic, ragged, sparse, decoding, short, masks_made, fast_settings, settings,
+         alignment, row_lengths, profile, parallel, convergence, packing, grpo, sharing, first_step, sparse_training,
+         gallery, long_length, update_times)  # fmt: skip
 TEXTS: dict[str, Callable[[], str]] = {function.__name__.replace("_", "-"): function for function in PLAIN} | {
     "peers-long": partial(peers_shapes, "attention_peers_h200", ("32768", "131072"), LONG, ""),
     "peers-grouped": partial(peers_shapes, "attention_peers_gqa_h100", GROUPED, TURNS, " --tokens TOKENS --group 4"),
     "long-rows": partial(long_rows, "long_rows_h200"),
     "long-rows-h100": partial(long_rows, "long_rows_h100"),
-    "dpo-gain": lambda: f"{gains()['DPO']:.1f}x",
-    "grpo-gain": lambda: f"{gains()['GRPO']:.1f}x",
+    "sft-gain": partial(headline, "SFT", "{:.2f}x"),
+    "dpo-gain": partial(headline, "DPO"),
+    "reward-gain": partial(headline, "reward model"),
+    "grpo-gain": partial(headline, "GRPO"),
     "flex": partial(speed, "attention_h200", "flashmask", "8192", "32768"),
     "flex-portable": partial(speed, "attention_h200", "flashmask_triton", "8192", "32768"),
     "flex-128k": partial(speed, "attention_h200", "flashmask", "131072"),
