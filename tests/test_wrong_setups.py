@@ -197,7 +197,7 @@ ONE = {
     "sft, no max_length": (lambda: build("sft", max_length=None), "max_length is None, but packing needs it"),
     "sft, images to evaluate": (
         lambda: build("sft", eval_dataset=Dataset.from_list([{"text": "w5", "image": "a"}])),
-        "example 0 of the eval dataset has images, video or audio in its column 'image'; such rows cannot be packed",
+        "example 0 of the eval dataset has images, video or audio in its column 'image', but this trainer packs text",
     ),
     "sft, images to evaluate later": (
         lambda: build("sft").evaluate(Dataset.from_list([{"text": "w5", "images": x} for x in (None, ["a"])])),
@@ -302,7 +302,7 @@ ONE = {
     ),
     "dpo, images to evaluate": (
         lambda: build("dpo", eval_dataset={"held_out": Dataset.from_list([PAIRS[0] | {"images": ["a"]}])}),
-        "example 0 of the held_out dataset has images.*such rows cannot share a question yet; use trl.DPOTrainer",
+        "example 0 of the held_out dataset has images.*but this trainer packs text; remove the column, or use TRL's",
     ),
     "reward, several losses": (
         lambda: build("reward", loss_type=["pairwise"]),
@@ -361,11 +361,11 @@ ONE = {
     ),
     "reward, an adapter without its task": (
         lambda: build("reward", peft_config=LoraConfig(target_modules=["q_proj"])),
-        r"leaves the head 'score', .*does not save.*task_type='SEQ_CLS', or modules_to_save=\['score'\]",
+        r"does not save the weights of the head 'score'.*task_type='SEQ_CLS', or modules_to_save=\['score'\]",
     ),
     "reward, an adapter of all layers without its task": (
         lambda: build("reward", peft_config=LoraConfig(target_modules="all-linear")),
-        r"only adapts the head 'score', .*does not save.*task_type='SEQ_CLS', or modules_to_save=\['score'\]",
+        r"does not save the weights of the head 'score'.*task_type='SEQ_CLS', or modules_to_save=\['score'\]",
     ),
     "reward, label smoothing of tokens": (
         lambda: build("reward", label_smoothing_factor=0.1),
@@ -397,11 +397,14 @@ ONE = {
     ),
     "dpo, predict raw rows": (
         lambda: build("dpo", remove_unused_columns=False).predict(Dataset.from_list(PAIRS)),
-        "has no prompt_ids and no chosen_ids.*it needs prompt_ids with answers_ids",
+        "needs prompt_ids and chosen_ids and rejected_ids, or prompt_ids and answers_ids",
     ),
     "reward, an encoder": (lambda: build("reward", model=bert("reward")), "not a causal decoder"),
     "reward, equal scores": (lambda: build("reward", rows=scored([1.0, 1.0])), "prefers no answer.*dataset.filter"),
-    "reward, a score too few": (lambda: build("reward", rows=scored([1.0])), "has 1 scores, but 2 answers"),
+    "reward, a score too few": (
+        lambda: build("reward", rows=scored([1.0])),
+        "one number for each of its 2 answers, got",
+    ),
     "reward, one answer": (
         lambda: build("reward", rows=[{"prompt": "w5", "answers": ["w6"]}]),
         "has 1 answers, but a preference needs two or more",
@@ -573,7 +576,9 @@ def test_images_are_refused_where_there_are_any(task, streamed):
         rows = Dataset.from_list([row | {"images": images} for row, images in zip(ROWS[task], values, strict=False)])
         options = {"rows": rows.to_iterable_dataset() if streamed else rows, "max_steps": 1}
         if values[1]:
-            with pytest.raises(ValueError, match=r"example 1 of the train dataset has images, .*'images'; such rows"):
+            with pytest.raises(
+                ValueError, match=r"example 1 of the train dataset has images, .*'images', but this trainer packs text"
+            ):
                 list(build(task, **options).train_dataset)
         else:
             assert "images" not in next(iter(build(task, **options).train_dataset))
@@ -587,16 +592,19 @@ def test_columns_of_images_video_and_audio_are_found_by_name(column, streamed):
         rows = Dataset.from_list([{"text": "w5", column: value} for value in values])
         rows = rows.to_iterable_dataset() if streamed else rows
         if present in values:
-            with pytest.raises(ValueError, match=f"example 1 of the train dataset has images, .*'{column}'; such rows"):
-                list(without_media(rows, "train", "rows"))
+            with pytest.raises(
+                ValueError,
+                match=f"example 1 of the train dataset has images, .*'{column}', but this trainer packs text",
+            ):
+                list(without_media(rows, "train"))
         else:
-            assert list(without_media(rows, "train", "rows")) == [{"text": "w5"}] * 2
+            assert list(without_media(rows, "train")) == [{"text": "w5"}] * 2
 
 
 def test_an_image_is_found_in_the_last_of_many_rows():
     rows = Dataset.from_dict({"text": ["w5"] * 1002, "image": [None] * 1001 + ["a"]})
     with pytest.raises(ValueError, match="example 1001 of the train dataset has images"):
-        without_media(rows, "train", "rows")
+        without_media(rows, "train")
 
 
 WEIGHED = [{"role": "user", "content": "w5"}, {"role": "assistant", "content": "w6", "weight": 0}]

@@ -2,44 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from flashmask_hf.collators.columns import as_token_ids
 
-__all__ = ["as_answers", "check_answers", "first_equals"]
+__all__ = ["first_equals", "read_answers"]
 
 
-def as_answers(values: Any, name: str) -> list[NDArray[np.int64]]:
-    """Return the token ids of an example's answers, int64 [A] each.
+def read_answers(
+    example: Mapping[str, Any], forms: Sequence[Sequence[str]], name: str
+) -> tuple[NDArray[np.int64], list[NDArray[np.int64]]]:
+    """Return an example's question, int64 [Q], empty without `prompt_ids`, and its answers, int64 [A] each.
+
+    The example must have the columns of exactly one of the `forms`.
 
     Raises:
-        TypeError: `values` is no sequence, or an answer does not hold integers.
-        ValueError: there are fewer than two answers, or one is empty or has a negative id.
+        TypeError: a column does not hold integers, or `answers_ids` is no sequence.
+        ValueError: columns are missing, or of two forms; there are fewer than two answers; an answer is empty; or a
+            token id is negative.
     """
+    has = [column for column, value in example.items() if value is not None]
+    if set(has) & set(chain(*forms)) not in map(set, forms):
+        ways = ", or ".join(map(" and ".join, forms))
+        raise ValueError(f"{name} needs {ways}, but not both. It has: {', '.join(map(str, has)) or 'nothing'}")
+    values = example["answers_ids"] if "answers_ids" in has else [example["chosen_ids"], example["rejected_ids"]]
     if not hasattr(values, "__iter__"):
         raise TypeError(f"answers_ids of {name} must be a list of answers, got {values!r}")
     answers = [as_token_ids(answer, f"answer {nth} of {name}") for nth, answer in enumerate(values)]
-    check_answers([len(answer) for answer in answers], name)
-    return answers
-
-
-def check_answers(lengths: Sequence[int], name: str) -> None:
-    """Raise a ValueError if an example has fewer than two answers, or an empty one."""
-    if len(lengths) < 2:
-        raise ValueError(f"{name} has {len(lengths)} answers, but a preference needs two or more; remove it")
-    for nth, length in enumerate(lengths):
-        if not length:
+    if len(answers) < 2:
+        raise ValueError(f"{name} has {len(answers)} answers, but a preference needs two or more; remove it")
+    for nth, answer in enumerate(answers):
+        if not answer.size:
             raise ValueError(f"answer {nth} of {name} is empty; remove the answer, or the example")
+    return as_token_ids(example["prompt_ids"] if "prompt_ids" in has else [], f"prompt_ids of {name}"), answers
 
 
-def first_equals(answers: Sequence[NDArray[np.int64]]) -> list[int]:
-    """Return, for each of N answers, the index of the first answer with the same tokens.
+def first_equals(answers: Sequence[NDArray[np.int64]], paths: Sequence[Tensor]) -> list[Tensor]:
+    """Return, for each of N answers, the path of the first answer with the same tokens.
 
     Copies of an answer round differently at different places of a packed row, so the first is read for all.
     """
-    found: dict[bytes, int] = {}
-    return [found.setdefault(answer.tobytes(), nth) for nth, answer in enumerate(answers)]
+    found: dict[bytes, Tensor] = {}
+    return [found.setdefault(answer.tobytes(), path) for answer, path in zip(answers, paths, strict=True)]

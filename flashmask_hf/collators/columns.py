@@ -11,9 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flashmask_hf.collators import messages
-
-__all__ = ["all_have", "as_integers", "as_number", "as_token_ids", "check_lengths", "example_names"]
+__all__ = ["all_have", "as_integers", "as_number", "as_numbers", "as_token_ids", "check_lengths", "example_names"]
 
 _MAX_INT64 = np.iinfo(np.int64).max
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
@@ -70,7 +68,8 @@ def as_token_ids(values: Any, name: str) -> NDArray[np.int64]:
     """
     ids = as_integers(values, name)
     if ids.size and ids.min() < 0:
-        raise ValueError(messages.negative(name, ids.min()))
+        problem = f"{name} has {ids.min()}, but token ids must not be negative"
+        raise ValueError(f"{problem}; are these labels, in which -100 is not learned?")
     return ids
 
 
@@ -100,3 +99,10 @@ def as_number(value: Any, name: str) -> float:
     if not abs(number) <= _MAX_FLOAT32:
         raise ValueError(f"{name} must be finite and at most 3.4e38, got {number:g}; remove the example")
     return number
+
+
+def as_numbers(values: Any, count: int, things: str, name: str) -> list[float]:
+    """Return one number for each of `count` `things` as floats; booleans are 0 and 1. Errors are as in `as_number`."""
+    if not hasattr(values, "__len__") or len(values) != count:
+        raise ValueError(f"{name} must be one number for each of its {count} {things}, got {values!r:.80}")
+    return [float(x) if isinstance(x, bool) else as_number(x, f"each of the {name}") for x in values]

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmask_hf.collators import messages
 from flashmask_hf.collators.columns import as_integers, as_token_ids, check_lengths
 
-__all__ = ["is_packed", "read_documents", "unread_documents"]
+__all__ = ["is_packed", "padded", "pieces", "read_documents", "unread_documents"]
 
 
 def is_packed(values: Any) -> bool:
@@ -39,32 +38,34 @@ def read_documents(
     given = {column: value for column, value in example.items() if value is not None}
     if "input_ids" not in given:
         raise ValueError(f"{name} has no input_ids; tokenize the dataset first. It has: {', '.join(map(str, given))}")
-    packed = is_packed(given["input_ids"])
-    input_ids, lengths = _flatten(given["input_ids"], packed, f"input_ids of {name}")
-    if not input_ids.size:
-        raise ValueError(messages.empty(name))
-    input_ids = as_token_ids(input_ids, f"input_ids of {name}")
-    if packed and not lengths.all():
-        raise ValueError(f"document {int(lengths.argmin())} of {name}, a packed row, is empty; remove it")
-    marked = packed or "seq_lengths" in given or "position_ids" in given
-    if marked:
-        lengths = _document_lengths(given, lengths if packed else None, len(input_ids), name)
-    if "attention_mask" in given:
-        given["attention_mask"] = _token_column(given, "attention_mask", len(input_ids), name)
-        if not given["attention_mask"].all():
-            raise ValueError(messages.padded(name))
-    unread = None if marked else unread_documents(given)
+    lengths = _flatten(given, columns, name)
+    try:
+        input_ids = as_token_ids(given["input_ids"], f"input_ids of {name}")
+    except TypeError as error:
+        if not isinstance(given["input_ids"], list) or not isinstance(given["input_ids"][0], list):
+            raise
+        problem = "a row of pack_dataset ends with an empty list, unless a trainer has cut it: set max_length=None"
+        raise TypeError(f"{error}; {problem} there") from None
+    tokens = len(input_ids)
+    if not tokens:
+        raise ValueError(f"{name} is empty; remove it: dataset.filter(lambda example: len(example['input_ids']) > 0)")
+    for column in ("attention_mask", "position_ids", *columns):
+        if column in given:
+            given[column] = as_integers(given[column], f"{column} of {name}")
+            if len(given[column]) != tokens:
+                problem = f"{column} of {name} has {len(given[column])} entries, but its input_ids have {tokens}"
+                raise ValueError(f"{problem}; they must be one to one")
+    if not np.all(given.get("attention_mask", 1)):
+        raise ValueError(padded(name))
+    if lengths is not None or "seq_lengths" in given or "position_ids" in given:
+        return given, input_ids, _document_lengths(given, lengths, tokens, name)
+    unread = unread_documents(given)
     if unread is not None:
         raise ValueError(
             f"{unread} of {name} marks several documents, but only seq_lengths or position_ids are read; add "
             f"seq_lengths, or remove {unread} if the example is one document"
         )
-    for column in columns:
-        if column in given and packed and is_packed(given[column]):
-            given[column] = _flat_column(given[column], lengths, column, name)
-        elif column in given:
-            given[column] = _token_column(given, column, len(input_ids), name)
-    return given, input_ids, lengths
+    return given, input_ids, np.array([tokens])
 
 
 def unread_documents(example: Mapping[str, Any]) -> str | None:
@@ -86,64 +87,73 @@ def unread_documents(example: Mapping[str, Any]) -> str | None:
     return "cu_seq_lens_q" if bounds is not None and np.unique(bounds).size > 2 else None
 
 
-def _flatten(values: Any, packed: bool, name: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return a column of a document or a packed row, int64 [n], and the lengths of its documents."""
-    if not packed:
-        try:
-            flat = as_integers(values, name)
-        except TypeError as error:
-            problem = "a row of pack_dataset ends with an empty list, unless a trainer has cut it: set max_length=None"
-            raise TypeError(f"{error}; {problem} there") from None
-        return flat, np.array([len(flat)])
-    documents = [as_integers(document, name) for document in values]
-    return np.concatenate(documents), np.array([len(document) for document in documents[:-1]], dtype=np.int64)
-
-
-def _flat_column(values: Any, lengths: NDArray[np.int64], column: str, name: str) -> NDArray[np.int64]:
-    """Return a column of a packed row as int64 [n]; its documents must be the row's."""
-    flat, own = _flatten(values, True, f"{column} of {name}")
-    if own.tolist() != lengths.tolist():
-        problem = f"has documents of {own.tolist()} entries, but its input_ids of {lengths.tolist()}"
-        raise ValueError(f"{column} of {name} {problem}; they must be one to one")
-    return flat
+def _flatten(example: dict[str, Any], columns: Sequence[str], name: str) -> list[int] | None:
+    """Join the documents of a packed row's columns in place, and return their lengths; None for a flat example."""
+    lengths: list[int] | None = None
+    if is_packed(example["input_ids"]):
+        for column in ("input_ids", *columns):
+            if is_packed(example.get(column)):
+                documents = [as_integers(document, f"{column} of {name}") for document in example[column]]
+                own = [len(document) for document in documents[:-1]]
+                lengths = own if lengths is None else lengths
+                if 0 in own:
+                    raise ValueError(f"document {own.index(0)} of {name}, a packed row, is empty; remove it")
+                if lengths and own != lengths:
+                    problem = f"has documents of {own} entries, but its input_ids of {lengths}"
+                    raise ValueError(f"{column} of {name} {problem}; they must be one to one")
+                example[column] = np.concatenate(documents)
+    return lengths
 
 
 def _document_lengths(
-    example: Mapping[str, Any], packed: NDArray[np.int64] | None, tokens: int, name: str
+    example: Mapping[str, Any], packed: list[int] | None, tokens: int, name: str
 ) -> NDArray[np.int64]:
     """Return the lengths of a row's documents, int64 [documents]; its columns must agree.
 
     `packed` has the lengths in the `input_ids` of a row of `pack_dataset`, and is None for a flat row.
     """
-    lengths, source = packed, "input_ids"
+    lengths, source = None if packed is None else np.array(packed), "input_ids"
     if "seq_lengths" in example:
         lengths, source = as_integers(example["seq_lengths"], f"seq_lengths of {name}"), "seq_lengths"
         way = "do not truncate packed rows (set max_length=None in the trainer)"
-        if packed is not None and lengths.tolist() != packed.tolist():
-            given = f"{lengths.tolist()}, but its input_ids hold documents of {packed.tolist()} tokens"
+        if packed not in (None, lengths.tolist()):
+            given = f"{lengths.tolist()}, but its input_ids hold documents of {packed} tokens"
             raise ValueError(f"seq_lengths of {name} are {given}; {way}")
         try:
             check_lengths(f"seq_lengths of {name}", lengths, tokens)
         except ValueError as error:
             raise ValueError(f"{error}; {way}") from None
     if "position_ids" in example:
-        positions = _token_column(example, "position_ids", tokens, name)
+        positions = example["position_ids"]
         problem = f"{source} and position_ids of {name} describe different documents; keep one of them"
         if lengths is None:
             problem = f"position_ids of {name} must count 0, 1, 2, ... and start again at 0 with each document"
-            starts = np.flatnonzero(positions == 0)
-            if not starts.size or starts[0]:
-                raise ValueError(problem)
-            lengths = np.diff(starts, append=tokens)
+            ends = np.flatnonzero(np.append(positions[1:] == 0, True)) + 1
+            lengths = np.diff(ends, prepend=0)
         if (positions != np.arange(tokens) - np.repeat(np.cumsum(lengths) - lengths, lengths)).any():
             raise ValueError(problem)
     assert lengths is not None
     return lengths
 
 
-def _token_column(example: Mapping[str, Any], column: str, length: int, name: str) -> NDArray[np.int64]:
-    """Return a column with one integer per token, int64 [length]."""
-    values = as_integers(example[column], f"{column} of {name}")
-    if len(values) != length:
-        raise ValueError(messages.unequal(column, name, len(values), length))
-    return values
+def padded(name: str) -> str:
+    """Return the message of an example with padding."""
+    return f"{name} holds padding (zeros in attention_mask); tokenize with padding=False"
+
+
+def pieces(tokens: int, max_length: int | None, mode: str, name: str) -> list[slice]:
+    """Return the pieces of a document that are used: one of at most `max_length` tokens, or all if `mode` is "split".
+
+    Raises:
+        ValueError: the document is longer, and `mode` is "error".
+    """
+    if max_length is None or tokens <= max_length:
+        return [slice(tokens)]
+    if mode == "error":
+        raise ValueError(
+            f"{name} has {tokens} tokens, more than max_length {max_length}; raise it, choose "
+            "truncation_mode='keep_start' or 'keep_end', or pack with split=True"
+        )
+    if mode == "split":
+        return [slice(start, start + max_length) for start in range(0, tokens, max_length)]
+    return [slice(max_length) if mode == "keep_start" else slice(-max_length, None)]

@@ -12,11 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flashmask_hf.collators import messages
 from flashmask_hf.collators.columns import example_names
-from flashmask_hf.collators.documents import is_packed, read_documents
+from flashmask_hf.collators.documents import is_packed, pieces, read_documents
 from flashmask_hf.collators.forest import Forest
-from flashmask_hf.collators.labels import LABEL_COLUMNS, MASK_COLUMNS, drop_unused_masks, has_labels, masked_labels
+from flashmask_hf.collators.labels import LABEL_COLUMNS, has_labels, read_labels
 from flashmask_hf.collators.packing import PackedRows, PackingCollator, check_truncation_mode
 from flashmask_hf.names import IGNORED
 
@@ -104,8 +103,7 @@ class DataCollatorForPackedLanguageModeling(PackingCollator):
                 "removed completion_mask or assistant_masks, set remove_unused_columns=False or use pack_dataset; else "
                 "set completion_only_loss=False."
             )
-        batch = rows.batch()  # input_ids first: accelerate takes the batch size from it
-        return {"input_ids": batch.pop("input_ids"), "labels": torch.from_numpy(labels), **batch}
+        return rows.batch() | {"labels": torch.from_numpy(labels)}
 
     def _warn_of_unlabeled(self, rows: PackedRows, labels: NDArray[np.int64], names: Sequence[str]) -> None:
         starts = rows.starts.tolist()
@@ -136,32 +134,20 @@ class DataCollatorForPackedLanguageModeling(PackingCollator):
             raise ValueError(
                 f"completion_only_loss=False comes too late for {name}, which has labels; pass it to pack_dataset"
             )
-        labels = self._labels(given, input_ids, name)
-        if self.max_length is not None and len(input_ids) > self.max_length:
-            kept = self._kept(len(input_ids), len(lengths), self.max_length, name)
-            if has_labels(labels) and not has_labels(labels[kept]):
-                raise ValueError(
-                    f"{name} teaches nothing once cut to max_length {self.max_length}; raise it, choose another "
-                    "truncation_mode, or use pack_dataset, which leaves such examples out"
-                )
-            input_ids, labels, lengths = input_ids[kept], labels[kept], np.array([self.max_length])
-        return Forest.from_documents(input_ids, lengths), labels
-
-    def _labels(self, example: Mapping[str, Any], input_ids: NDArray[np.int64], name: str) -> NDArray[np.int64]:
-        """Return the labels of an example as `read_documents` returns it, int64 [n]."""
-        if "labels" in example:
-            return example["labels"]
-        masks = {column: example[column] for column in MASK_COLUMNS if column in example}
-        drop_unused_masks(masks, self.completion_only_loss, name)
-        return masked_labels(input_ids, masks, name)
-
-    def _kept(self, tokens: int, documents: int, max_length: int, name: str) -> slice:
-        if documents > 1:
-            problem = f"{name} is a packed row of {tokens} tokens, longer than max_length {max_length}"
+        labels = read_labels(given, input_ids, self.completion_only_loss, name)
+        labels = input_ids if labels is None else labels
+        tokens = len(input_ids)
+        if len(lengths) > 1 and self.max_length is not None and tokens > self.max_length:
+            problem = f"{name} is a packed row of {tokens} tokens, longer than max_length {self.max_length}"
             raise ValueError(f"{problem}; pack the dataset to max_length, or raise max_length")
-        if self.truncation_mode == "error":
-            raise ValueError(messages.too_long(name, tokens, max_length))
-        return slice(max_length) if self.truncation_mode == "keep_start" else slice(-max_length, None)
+        (kept,) = pieces(tokens, self.max_length, self.truncation_mode, name)
+        if has_labels(labels) and not has_labels(labels[kept]):
+            raise ValueError(
+                f"{name} teaches nothing once cut to max_length {self.max_length}; raise it, choose another "
+                "truncation_mode, or use pack_dataset, which leaves such examples out"
+            )
+        input_ids, labels = input_ids[kept], labels[kept]
+        return Forest.from_documents(input_ids, np.minimum(lengths, len(input_ids))), labels
 
 
 def _says_what_to_learn(example: Mapping[str, Any]) -> bool:

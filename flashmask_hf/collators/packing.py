@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flashmask_hf._numbers import as_integer
-from flashmask_hf.collators import messages
 from flashmask_hf.collators.bins import best_fit_decreasing
 from flashmask_hf.collators.forest import Forest, lay_out
 from flashmask_hf.names import PACKED_IDS, PACKED_INDEX, PACKED_POSITIONS, VECTORS
@@ -76,13 +75,13 @@ class PackedRows:
 
     def batch(self) -> dict[str, Tensor]:
         """Return `input_ids` and `position_ids`, int64 [R, S], and `startend_row_indices`, int32 [R, 1, S, 1]."""
-        return {
+        return {  # input_ids first: accelerate takes the batch size from it
             "input_ids": torch.from_numpy(self.input_ids),
             "position_ids": torch.from_numpy(self.position_ids),
             VECTORS: torch.from_numpy(self.subtree_ends)[:, None, :, None],
         }
 
-    def indexed_batch(self, index: NDArray[np.int64]) -> dict[str, Tensor]:
+    def indexed_batch(self, index: NDArray[np.int64] | Tensor) -> dict[str, Tensor]:
         """Return the packed rows as additional keys of a batch with one sequence per answer.
 
         Args:
@@ -98,7 +97,7 @@ class PackedRows:
             PACKED_IDS: batch["input_ids"],
             PACKED_POSITIONS: batch["position_ids"],
             VECTORS: batch[VECTORS],
-            PACKED_INDEX: torch.from_numpy(index),
+            PACKED_INDEX: torch.as_tensor(index),
         }
 
     def paths(self, forest: int) -> list[Tensor]:
@@ -205,7 +204,8 @@ def check_size(name: str, tokens: int, depth: int, row_length: int | None, posit
             f"{name} has {tokens} tokens, more than the {row_length} of a row; make rows longer, or shorten it"
         )
     if positions is not None and depth > positions:
-        raise ValueError(messages.too_deep(name, depth, positions))
+        problem = f"{name} is {depth} tokens deep, but the model has {positions} positions (max_position_embeddings)"
+        raise ValueError(f"{problem}; shorten it")
 
 
 class PackingCollator:

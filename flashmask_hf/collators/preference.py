@@ -11,17 +11,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from flashmask_hf.collators.answers import as_answers, check_answers, first_equals
-from flashmask_hf.collators.columns import all_have, as_number, as_token_ids, example_names
+from flashmask_hf.collators.answers import first_equals, read_answers
+from flashmask_hf.collators.columns import all_have, as_number, example_names
 from flashmask_hf.collators.forest import Forest
-from flashmask_hf.collators.packing import PackingCollator, as_count, check_size, check_truncation_mode
+from flashmask_hf.collators.packing import PackingCollator, as_count, check_truncation_mode
 
 __all__ = ["DataCollatorForSharedQuestion"]
 
 logger = logging.getLogger(__name__)
 
-_EMPTY_QUESTION = "nothing would predict the first token of its answers; give it a token, for example bos_token"
+_FORMS = (("prompt_ids", "chosen_ids", "rejected_ids"), ("prompt_ids", "answers_ids"))
 
 
 @dataclass
@@ -89,29 +90,25 @@ class DataCollatorForSharedQuestion(PackingCollator):
         """Collate one batch."""
         names = example_names(examples)
         read = [self._read(example, name) for example, name in zip(examples, names, strict=True)]
-        rows = self._pack([Forest.shared_question(question, answers) for question, answers in read], names)
-        most = max(len(answers) for _, answers in read)
-        sequences = [
-            (index, nth) for nth in range(most) for index, (_, answers) in enumerate(read) if nth < len(answers)
-        ]
-        width = max(len(question) + len(answer) for question, answers in read for answer in answers)
-        shape = (len(sequences), width)
-        input_ids = np.full(shape, self.pad_token_id, dtype=np.int64)
-        attention_mask = np.zeros(shape, dtype=np.int64)
-        completion_mask = np.zeros(shape, dtype=np.int64)
-        packed_index = np.arange(input_ids.size).reshape(shape) % rows.input_ids.size  # distinct entries as padding
-        firsts = [first_equals(answers) for _, answers in read]
-        for at, (index, nth) in enumerate(sequences):
-            forest = rows.forests[index]
-            path = forest.path(1 + firsts[index][nth])
-            input_ids[at, : len(path)] = forest.tokens[path]
-            attention_mask[at, : len(path)] = 1
-            completion_mask[at, int(forest.lengths[0]) : len(path)] = 1
-            packed_index[at, : len(path)] = rows.starts[index] + path
+        for name, (question, answers, longest) in zip(names, read, strict=True):
+            if self.truncation_mode == "keep_start" and longest > len(question) + max(map(len, answers)):
+                self._warn_of_cut(name, longest)
+        rows = self._pack([Forest.shared_question(question, answers) for question, answers, _ in read], names)
+        paths = [first_equals(answers, rows.paths(index)) for index, (_, answers, _) in enumerate(read)]
+        most = max(map(len, paths))
+        sequences = [(index, nth) for nth in range(most) for index, own in enumerate(paths) if nth < len(own)]
+        places = [paths[index][nth] for index, nth in sequences]
+        flat = torch.from_numpy(rows.input_ids).flatten()
+        input_ids = pad_sequence([flat[own] for own in places], batch_first=True, padding_value=self.pad_token_id)
+        at = torch.arange(input_ids.shape[1])
+        real = at < torch.tensor([len(own) for own in places])[:, None]
+        answered = at >= torch.tensor([len(read[index][0]) for index, _ in sequences])[:, None]
+        packed_index = torch.arange(input_ids.numel()).view_as(input_ids) % flat.numel()  # distinct entries as padding
+        packed_index[real] = torch.cat(places)
         batch = {  # input_ids first: accelerate takes the batch size from it
-            "input_ids": torch.from_numpy(input_ids),
-            "attention_mask": torch.from_numpy(attention_mask),
-            "completion_mask": torch.from_numpy(completion_mask),
+            "input_ids": input_ids,
+            "attention_mask": real.long(),
+            "completion_mask": (real & answered).long(),
             **rows.indexed_batch(packed_index),
         }
         if most > 2:
@@ -122,69 +119,40 @@ class DataCollatorForSharedQuestion(PackingCollator):
                 batch[column] = torch.tensor([as_number(e[column], f"{column} of {name}") for e, name in given])
         return batch
 
-    def check_lengths(self, question: int, answers: Sequence[int], name: str) -> bool:
-        """Return whether `max_length` cuts an example with these numbers of tokens.
+    def check(self, example: Mapping[str, Any], name: str) -> bool:
+        """Return whether `max_length` cuts an example; raise the error that collating it would raise."""
+        question, answers, longest = self._read(example, name)
+        self._pack([Forest.shared_question(question, answers)], [name])
+        return longest > len(question) + max(map(len, answers))
 
-        Raises:
-            ValueError: collating the example would raise because of its lengths.
-        """
-        if not question:
-            raise ValueError(f"{name} has an empty question: {_EMPTY_QUESTION}")
-        check_answers(answers, name)
-        cut, room = self._cut(question, answers, name)
-        kept = [min(answer, room) for answer in answers]
-        depth = question - cut + max(kept)
-        check_size(name, question - cut + sum(kept), depth, self.row_length, self.max_position_embeddings)
-        return depth < question + max(answers)
-
-    def _read(self, example: Mapping[str, Any], name: str) -> tuple[NDArray[np.int64], list[NDArray[np.int64]]]:
-        """Return an example's question, int64 [Q], and answers, int64 [A] each, truncated."""
-        has = {column: value for column, value in example.items() if value is not None}
-        if "answers_ids" in has and "chosen_ids" in has:
-            raise ValueError(f"{name} has answers_ids and chosen_ids; remove one of the columns")
-        columns = ["answers_ids"] if "answers_ids" in has else ["chosen_ids", "rejected_ids"]
-        missing = [column for column in ("prompt_ids", *columns) if column not in has]
-        if missing:
+    def _read(self, example: Mapping[str, Any], name: str) -> tuple[NDArray[np.int64], list[NDArray[np.int64]], int]:
+        """Return question, int64 [Q], and answers, int64 [A] each, truncated, and the longest path before that."""
+        question, answers = read_answers(example, _FORMS, name)
+        size, most = len(question), max(map(len, answers))
+        longest, limit = size + most, self.max_length
+        if not size:
             raise ValueError(
-                f"{name} has no {' and no '.join(missing)}; it needs prompt_ids with answers_ids, or with chosen_ids "
-                f"and rejected_ids. It has: {', '.join(map(str, has)) or 'nothing'}"
+                f"{name} has an empty question: nothing would predict the first token of its answers; give it a token, "
+                "for example bos_token"
             )
-        question = as_token_ids(has["prompt_ids"], f"prompt_ids of {name}")
-        if not question.size:
-            raise ValueError(f"{name} has an empty question: {_EMPTY_QUESTION}")
-        answers = as_answers(has.get("answers_ids", [has.get(column) for column in columns]), name)
-        cut, room = self._cut(len(question), [len(answer) for answer in answers], name)
-        if self.truncation_mode == "keep_start" and any(len(answer) > room for answer in answers):
-            self._warn_of_cut(len(question), answers, room, name)
-        return question[cut:], [answer[:room] for answer in answers]
-
-    def _cut(self, question: int, answers: Sequence[int], name: str) -> tuple[int, int]:
-        """Return how many tokens `max_length` cuts from the start of a question, and how many it leaves per answer."""
-        longest = question + max(answers)
-        if self.max_length is None or longest <= self.max_length:
-            return 0, longest
-        limit = f"max_length {self.max_length}; raise it"
+        if limit is None or longest <= limit:
+            return question, answers, longest
         if self.truncation_mode == "error":
-            problem = f"{name} has {longest} tokens with its longest answer, more than {limit}"
+            problem = f"{name} has {longest} tokens with its longest answer, more than max_length {limit}; raise it"
             raise ValueError(f"{problem}, or choose truncation_mode='keep_start' or 'keep_end'")
-        if self.truncation_mode == "keep_start":
-            if question >= self.max_length:
-                problem = f"the question of {name} has {question} tokens and fills {limit}"
-                raise ValueError(f"{problem}, remove the example, or choose truncation_mode='keep_end'")
-            return 0, self.max_length - question
-        excess = longest - self.max_length
-        if excess >= question:
-            problem = f"the longest answer of {name} fills {limit}"
-            raise ValueError(f"{problem}, remove the example, or choose truncation_mode='keep_start'")
-        return excess, longest
+        keeps_start = self.truncation_mode == "keep_start"
+        part, kept, other = ("question", size, "keep_end") if keeps_start else ("longest answer", most, "keep_start")
+        if kept >= limit:
+            problem = f"the {part} of {name} has {kept} tokens and fills max_length {limit}; raise it"
+            raise ValueError(f"{problem}, remove the example, or choose truncation_mode={other!r}")
+        if keeps_start:
+            return question, [answer[: limit - size] for answer in answers], longest
+        return question[longest - limit :], answers, longest
 
-    def _warn_of_cut(self, question: int, answers: Sequence[NDArray[np.int64]], room: int, name: str) -> None:
-        if self._warned:
-            return
-        self._warned = True
-        logger.warning(
-            "%s of a batch has %d tokens with its longest answer: truncation_mode='keep_start' cuts %d of its %d "
-            "answers to max_length %d. Other examples are cut without another warning.",
-            name, question + max(map(len, answers)), sum(len(answer) > room for answer in answers), len(answers),
-            self.max_length,
-        )  # fmt: skip
+    def _warn_of_cut(self, name: str, longest: int) -> None:
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "%s of a batch has %d tokens with its longest answer: truncation_mode='keep_start' cuts its answers to "
+                "max_length %d. Other examples are cut without another warning.", name, longest, self.max_length,
+            )  # fmt: skip

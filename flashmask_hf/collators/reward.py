@@ -13,13 +13,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flashmask_hf.collators import messages
-from flashmask_hf.collators.answers import as_answers, first_equals
-from flashmask_hf.collators.columns import all_have, as_number, as_token_ids, example_names
+from flashmask_hf.collators.answers import first_equals, read_answers
+from flashmask_hf.collators.columns import all_have, as_number, as_numbers, example_names
 from flashmask_hf.collators.forest import Forest
 from flashmask_hf.collators.packing import PackingCollator
 
-__all__ = ["Comparison", "DataCollatorForMultiAnswerReward", "answer_scores", "shared_prefix"]
+__all__ = ["Comparison", "DataCollatorForMultiAnswerReward", "answer_scores", "shared_prefix", "two_margins"]
+
+_FORMS = (("prompt_ids", "answers_ids"), ("chosen_ids", "rejected_ids"))
 
 PADDING = -100.0
 """Score of entries that pad a question to the largest number of answers."""
@@ -110,22 +111,22 @@ class DataCollatorForMultiAnswerReward(PackingCollator):
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """Collate one batch."""
         names = example_names(examples)
-        read = [self.read(example, name) for example, name in zip(examples, names, strict=True)]
+        read = [self._read(example, name) for example, name in zip(examples, names, strict=True)]
         rows = self._pack([example.forest() for example in read], names)
         counts = [len(example.answers) for example in read]
         shape = (len(read), max(counts))
         token_counts = np.empty((len(read), 2), dtype=np.int64)
         scores = np.full(shape, PADDING, dtype=np.float32)
         margins = np.zeros(shape, dtype=np.float32)
-        index = np.empty(shape, dtype=np.int64)
-        for at, (example, forest, count) in enumerate(zip(read, rows.forests, counts, strict=True)):
-            size = len(forest.tokens)
+        index = torch.empty(shape, dtype=torch.int64)
+        for at, (example, count) in enumerate(zip(read, counts, strict=True)):
+            size = len(rows.forests[at].tokens)
             token_counts[at] = size, size + (count - 1) * len(example.question)
             scores[at, :count] = example.scores
             if example.margins is not None:
                 margins[at, :count] = example.margins
-            last_tokens = rows.starts[at] + np.cumsum(forest.lengths)[-count:][first_equals(example.answers)] - 1
-            index[at] = np.pad(last_tokens, (0, shape[1] - count), mode="edge")
+            last_tokens = torch.stack([path[-1] for path in first_equals(example.answers, rows.paths(at))])
+            index[at, :count], index[at, count:] = last_tokens, last_tokens[-1]
         batch = {  # answer_counts first: Trainer reads the batch size from it, so that questions weigh alike
             "answer_counts": torch.tensor(counts),
             "token_counts": torch.from_numpy(token_counts),
@@ -135,31 +136,24 @@ class DataCollatorForMultiAnswerReward(PackingCollator):
             batch["margins"] = torch.from_numpy(margins)
         return {
             **batch,
-            "input_ids": torch.from_numpy(rows.input_ids.reshape(-1)[index].reshape(-1, 1)),
-            **rows.indexed_batch(index.reshape(-1, 1)),
+            "input_ids": torch.from_numpy(rows.input_ids).flatten()[index].view(-1, 1),
+            **rows.indexed_batch(index.view(-1, 1)),
         }
 
-    def check(self, example: Mapping[str, Any], name: str) -> None:
-        """Raise the error that collating this example would raise."""
-        self._pack([self.read(example, name).forest()], [name])
+    def check(self, example: Mapping[str, Any], name: str) -> bool:
+        """Return False: nothing is cut. Raise the error that collating an example would raise."""
+        self._pack([self._read(example, name).forest()], [name])
+        return False
 
-    def read(self, example: Mapping[str, Any], name: str) -> Comparison:
+    def _read(self, example: Mapping[str, Any], name: str) -> Comparison:
         """Return the question, answers, scores and margins of an example."""
-        has = {column for column in example if example[column] is not None}
-        ways = "prompt_ids and answers_ids, or chosen_ids and rejected_ids of whole sequences"
-        if not ({"prompt_ids", "answers_ids"} <= has or {"chosen_ids", "rejected_ids"} <= has):
-            raise ValueError(f"{name} needs {ways}. It has: {', '.join(map(str, example)) or 'nothing'}")
-        whole = "answers_ids" not in has
-        if "chosen_ids" in has and (not whole or "prompt_ids" in has):
-            raise ValueError(f"{name} has chosen_ids beside {'prompt_ids' if whole else 'answers_ids'}; keep {ways}")
-        given = [example["chosen_ids"], example["rejected_ids"]] if whole else example["answers_ids"]
-        answers = as_answers(given, name)
-        if whole:
+        question, answers = read_answers(example, _FORMS, name)
+        scored = None
+        if example.get("answers_ids") is None:
             shared = shared_prefix(answers)
             question, answers = answers[0][:shared], [answer[shared:] for answer in answers]
         else:
-            question = as_token_ids(example["prompt_ids"], f"prompt_ids of {name}")
-        scored = None if whole else example.get("scores")
+            scored = example.get("scores")
         scores = answer_scores(scored, len(answers), name)
         return Comparison(question, answers, scores, self._margins(example, scores, scored is not None, name))
 
@@ -181,7 +175,7 @@ class DataCollatorForMultiAnswerReward(PackingCollator):
         if len(scores) != 2:
             raise ValueError(f"{name} has a margin and {len(scores)} answers, not two; use scores and score_margin")
         if self.score_margin and scored:
-            raise ValueError(messages.two_margins(name, self.score_margin))
+            raise ValueError(two_margins(name, self.score_margin))
         return np.where(scores == scores.max(), margin, 0.0).astype(np.float32)
 
 
@@ -194,21 +188,16 @@ def answer_scores(scores: Any, count: int, name: str) -> NDArray[np.float32]:
     """
     if scores is None:
         return np.arange(count, dtype=np.float32)[::-1]
-    try:
-        with np.errstate(over="ignore"):  # the check for finite values below refuses an overflow
-            values = np.asarray(scores, dtype=np.float32)
-    except OverflowError:  # a huge int
-        values = np.full(len(scores), np.inf, dtype=np.float32)
-    except (TypeError, ValueError):
-        raise TypeError(f"scores of {name} must be a sequence of numbers, got {scores!r}") from None
-    if values.shape != (count,):
-        raise ValueError(f"{name} has {values.size} scores, but {count} answers; each answer needs one score")
-    if not np.isfinite(values).all():
-        raise ValueError(f"scores of {name} are {scores!r:.80}, not all finite float32; remove such answers")
+    values = np.array(as_numbers(scores, count, "answers", f"scores of {name}"), dtype=np.float32)
     if (values == values[0]).all():
         way = "dataset.filter(lambda example: len(set(example['scores'])) > 1)"
         raise ValueError(f"the scores of {name} are all {values[0]:g}, so it prefers no answer; remove it: {way}")
     return values
+
+
+def two_margins(name: str, score_margin: float) -> str:
+    """Return the message of an example with a margin, and with scores that `score_margin` makes a margin of."""
+    return f"{name} has a margin, and scores that score_margin={score_margin} makes another of; remove one of them"
 
 
 def shared_prefix(sequences: Sequence[NDArray[np.int64]]) -> int:

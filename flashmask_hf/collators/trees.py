@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flashmask_hf._numbers import check_bool
-from flashmask_hf.collators import messages
-from flashmask_hf.collators.columns import as_integers, as_number, as_token_ids, example_names
+from flashmask_hf.collators.columns import as_integers, as_numbers, as_token_ids, example_names
+from flashmask_hf.collators.documents import padded
 from flashmask_hf.collators.forest import Forest
 from flashmask_hf.collators.labels import MASK_COLUMNS
 from flashmask_hf.collators.packing import PackedRows, PackingCollator
@@ -92,8 +92,7 @@ class DataCollatorForTrees(PackingCollator):
             read = [_learn_once(tree, labels) for tree, labels in read]
         rows = self._pack([tree for tree, _ in read], names)
         labels = rows.spread([labels for _, labels in read], filler=IGNORED)
-        batch = rows.batch()  # input_ids first: accelerate takes the batch size from it
-        batch = {"input_ids": batch.pop("input_ids"), "labels": torch.from_numpy(labels), **batch}
+        batch = rows.batch() | {"labels": torch.from_numpy(labels)}
         if self.per_path:
             found, factors = _paths(rows, labels, weights)
             batch |= {"labels": torch.full_like(batch["labels"], IGNORED), "shift_labels": found}
@@ -111,7 +110,7 @@ def _read(example: Mapping[str, Any], name: str) -> tuple[Forest, NDArray[np.int
     tokens = _segments(example["input_ids"], "input_ids", name)
     mask = example.get("attention_mask")
     if mask is not None and not all(own.all() for own in _segments(mask, "attention_mask", name)):
-        raise ValueError(messages.padded(name))
+        raise ValueError(padded(name))
     labels = tokens
     if example.get("labels") is not None:
         labels = _segments(example["labels"], "labels", name)
@@ -136,38 +135,30 @@ def _weights(example: Mapping[str, Any], tree: Forest, name: str) -> list[float]
     weights = example.get("weights")
     if weights is None:
         return None
-    leaves = len(tree.leaves())
-    if not hasattr(weights, "__len__") or len(weights) != leaves:
-        raise ValueError(f"weights of {name} must be one number for each of its {leaves} leaves, got {weights!r}")
-    return [as_number(weight, f"a weight of {name}") for weight in weights]
+    return as_numbers(weights, len(tree.leaves()), "leaves", f"weights of {name}")
 
 
 def _learn_once(tree: Forest, labels: NDArray[np.int64]) -> tuple[Forest, NDArray[np.int64]]:
     """Return the forest in which segments give their last token to their children, and its labels."""
-    edges = np.cumsum(tree.lengths)[:-1]
-    tokens, learnable = np.split(tree.tokens, edges), np.split(labels, edges)
-    parents = tree.parents
-    inner = set(parents.tolist())
-    visited: set[int] = set()  # parents whose first child has been reached
-    places = {-1: -1}  # the new index of each segment that keeps a token
-    new_tokens: list[NDArray[np.int64]] = []
-    new_labels: list[NDArray[np.int64]] = []
-    new_parents: list[int] = []
-    for segment, parent in enumerate(parents.tolist()):
-        own, learned = tokens[segment], learnable[segment]
-        if segment in inner:
-            own, learned = own[:-1], learned[:-1]
+    ends = np.cumsum(tree.lengths).tolist()
+    inner = set(tree.parents.tolist())
+    kept: list[NDArray[np.int64]] = []  # places in the old forest of the new segments' tokens
+    parents: list[int] = []
+    new = {-1: -1}  # the new index of each segment that keeps a token
+    for segment, parent in enumerate(tree.parents.tolist()):
+        own = np.arange(ends[segment] - tree.lengths[segment], ends[segment] - (segment in inner))
         if parent != -1:
-            label = learnable[parent][-1:] if parent not in visited else np.array([IGNORED])
-            visited.add(parent)
-            own, learned = np.append(tokens[parent][-1:], own), np.append(label, learned)
-        places[segment] = -1  # a root of one token gives it away, and its children are roots
+            own = np.append(ends[parent] - 1, own)
+        new[segment] = -1  # a root of one token gives it away, and its children are roots
         if own.size:
-            places[segment] = len(new_tokens)
-            new_tokens.append(own)
-            new_labels.append(learned)
-            new_parents.append(places[parent])
-    return Forest.from_segments(new_tokens, new_parents), np.concatenate(new_labels)
+            new[segment] = len(kept)
+            kept.append(own)
+            parents.append(new[parent])
+    places = np.concatenate(kept)
+    learned = np.full(len(places), IGNORED)
+    found, firsts = np.unique(places, return_index=True)  # of a token's copies, the first has its label
+    learned[firsts] = labels[found]
+    return Forest.from_segments([tree.tokens[own] for own in kept], parents), learned
 
 
 def _paths(rows: PackedRows, labels: NDArray[np.int64], weights: Sequence[list[float] | None]) -> tuple[Tensor, Tensor]:

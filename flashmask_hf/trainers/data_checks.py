@@ -12,13 +12,14 @@ from datasets import Dataset
 from flashmask_hf.collators.dataset import unformatted
 
 __all__ = [
+    "check_examples",
     "check_prepared",
+    "check_rows",
     "first_row",
     "first_rows",
     "map_style_datasets",
     "report_dropped",
     "text_datasets",
-    "with_position_limit",
     "without_media",
 ]
 
@@ -28,17 +29,10 @@ _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 """Names of columns with images, video and audio."""
 
 
-def with_position_limit(collator: Any, model: Any) -> Any:
-    """Return the collator, or a copy with the model's `max_position_embeddings` if it has no limit of its own."""
-    if collator.max_position_embeddings is not None:
-        return collator
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return replace(collator, max_position_embeddings=positions)
-
-
-def map_style_datasets(train_dataset: Any, eval_dataset: Any) -> list[tuple[str, Dataset]]:
+def map_style_datasets(trainer: Any) -> list[tuple[str, Dataset]]:
     """Return name and dataset of a trainer's datasets other than streams, which collators check batch by batch."""
-    return [(name, x) for name, x in _named(train_dataset, eval_dataset) if isinstance(x, Dataset)]
+    named = _named(trainer.train_dataset, trainer.eval_dataset)
+    return [(name, dataset) for name, dataset in named if isinstance(dataset, Dataset)]
 
 
 def _named(train_dataset: Any, eval_dataset: Any) -> list[tuple[str, Any]]:
@@ -47,9 +41,10 @@ def _named(train_dataset: Any, eval_dataset: Any) -> list[tuple[str, Any]]:
     return [("train", train_dataset), *evaluated.items()]
 
 
-def first_rows(train_dataset: Any, eval_dataset: Any) -> dict[str, Any]:
+def first_rows(trainer: Any) -> dict[str, Any]:
     """Return the `first_row` of each of a trainer's datasets, by name."""
-    return {name: first_row(x, name) for name, x in _named(train_dataset, eval_dataset) if x is not None}
+    named = _named(trainer.train_dataset, trainer.eval_dataset)
+    return {name: first_row(dataset, name) for name, dataset in named if dataset is not None}
 
 
 def first_row(dataset: Any, name: str) -> Any:
@@ -65,18 +60,17 @@ def first_row(dataset: Any, name: str) -> Any:
     return row
 
 
-def text_datasets(train_dataset: Any, eval_dataset: Any, problem: str) -> tuple[Any, Any]:
+def text_datasets(train_dataset: Any, eval_dataset: Any) -> tuple[Any, Any]:
     """Return a trainer's datasets, each `without_media`."""
     pairs = _named(train_dataset, eval_dataset)
-    train, *evaluated = (without_media(dataset, name, problem) for name, dataset in pairs)
+    train, *evaluated = (without_media(dataset, name) for name, dataset in pairs)
     return train, dict(zip(eval_dataset, evaluated, strict=True)) if isinstance(eval_dataset, dict) else evaluated[0]
 
 
-def without_media(dataset: Any, name: str, problem: str) -> Any:
+def without_media(dataset: Any, name: str) -> Any:
     """Return a dataset, if any, without its columns of images, video and audio, which must be empty.
 
-    A stream's rows are checked when read, messages in the first row only. `problem` says what such rows cannot do, and
-    the way out.
+    A stream's rows are checked when read, messages in the first row only.
 
     Raises:
         ValueError: the dataset has no rows, or a row has images, video or audio.
@@ -89,7 +83,7 @@ def without_media(dataset: Any, name: str, problem: str) -> Any:
         for column, value in row.items():
             if (column in _MEDIA and _has_value(value)) or _has_media_in_messages(value):
                 where = f"example {index} of the {name} dataset has images, video or audio in its column {column!r}"
-                raise ValueError(f"{where}; such {problem}")
+                raise ValueError(f"{where}, but this trainer packs text; remove the column, or use TRL's trainer")
         return {}
 
     check(first, 0)
@@ -99,12 +93,8 @@ def without_media(dataset: Any, name: str, problem: str) -> Any:
     if not isinstance(dataset, Dataset):
         return dataset.map(check, with_indices=True, remove_columns=columns)
     tables: Any = dataset.select_columns(columns).with_format("arrow").iter(batch_size=1_000)
-    index = 0
-    for table in tables:
-        if any(column.null_count < len(column) for column in table.columns):
-            for nth, row in enumerate(table.to_pylist()):
-                check(row, index + nth)
-        index += len(table)
+    for index, row in enumerate(row for table in tables for row in table.to_pylist()):  # nothing is decoded
+        check(row, index)
     return dataset.remove_columns(columns)
 
 
@@ -134,6 +124,34 @@ def report_dropped(before: Any, after: Any, name: str, why: str) -> None:
     logger.warning(f"Dropped {len(before) - len(after)} of {len(before)} {name} examples: each {why}.")
 
 
+def check_examples(trainer: Any) -> None:
+    """Give the collator the model's number of positions if it has no limit, and `check_rows` of each dataset."""
+    collator, config = trainer.data_collator, trainer.model.config.get_text_config()
+    if collator.max_position_embeddings is None:
+        collator = replace(collator, max_position_embeddings=getattr(config, "max_position_embeddings", None))
+        trainer.data_collator = collator
+    for name, dataset in map_style_datasets(trainer):
+        check_rows(dataset, collator, trainer.args, name)
+
+
+def check_rows(dataset: Dataset, collator: Any, args: Any, name: str) -> None:
+    """Raise the collator's error for the first invalid row of a prepared dataset, and log how many it will cut."""
+    found = dataset.map(
+        lambda row, index: {"cut": collator.check(row, f"example {index} of the {name} dataset, as prepared,")},
+        with_indices=True,
+        remove_columns=dataset.column_names,
+        num_proc=args.dataset_num_proc,
+        desc=f"Checking {name} dataset",
+    )
+    cut = [index for index, is_cut in enumerate(found["cut"]) if is_cut]
+    if cut:
+        logger.warning(
+            f"{len(cut)} of {len(dataset)} {name} examples have more than max_length={collator.max_length} tokens with "
+            f"their longest answer, the first is example {cut[0]}: truncation_mode={collator.truncation_mode!r} cuts "
+            "them."
+        )
+
+
 def check_prepared(trainer: Any, *, by_length: bool = True) -> None:
     """Check a trainer's datasets after their preparation, which removes columns of lengths if `by_length`.
 
@@ -144,7 +162,7 @@ def check_prepared(trainer: Any, *, by_length: bool = True) -> None:
     strategy, column = args.train_sampling_strategy, args.length_column_name
     sampled = by_length and strategy in ("group_by_length", "batch_rebalance")
     processes = args.world_size // getattr(trainer, "_copies", trainer.get_tp_size())
-    for name, dataset in map_style_datasets(trainer.train_dataset, trainer.eval_dataset):
+    for name, dataset in map_style_datasets(trainer):
         if sampled and column not in dataset.column_names:
             problem = f"needs the column {column!r}, which the {name} dataset, as prepared, lacks; leave it out"
             raise ValueError(f"train_sampling_strategy={strategy!r} {problem}")

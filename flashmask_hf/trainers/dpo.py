@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +13,7 @@ from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.utils import global_then_local_main_first
 
-from flashmask_hf.collators.dataset import column_lengths, refuse_transform, unformatted, warn_of_weights
+from flashmask_hf.collators.dataset import refuse_transform, unformatted, warn_of_weights
 from flashmask_hf.collators.preference import DataCollatorForSharedQuestion
 from flashmask_hf.hf.packed.rows import check_compiled
 from flashmask_hf.names import VECTORS
@@ -28,12 +27,8 @@ from flashmask_hf.trainers.resume import ResumeMixin
 
 __all__ = ["SharedQuestionDPOConfig", "SharedQuestionDPOTrainer"]
 
-logger = logging.getLogger(__name__)
-
 _SMOOTHED_LOSSES = ("robust", "exo_pair", "aot", "aot_unpaired")
 """Loss types of TRL 1.16 that read `label_smoothing`."""
-
-_NO_MEDIA = "rows cannot share a question yet; use trl.DPOTrainer for images, or remove the column"
 
 
 @dataclass
@@ -111,27 +106,27 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, DPOTrainer):
         peft_config: Any = None,
         **kwargs: Any,
     ):
-        args = option_checks.checked_config(args, model, "DPO", DPOConfig, SharedQuestionDPOConfig)
+        args = option_checks.prepared_arguments(args, model, peft_config, DPOConfig, SharedQuestionDPOConfig)
         if isinstance(ref_model, str):
             raise TypeError(
                 f"ref_model must be a model, got the name {ref_model!r}; leave it out to use the policy's, or load it"
             )
-        option_checks.prepare_arguments(model, args, peft_config)
         option_checks.refuse_liger_losses(args)
-        datasets = data_checks.text_datasets(train_dataset, eval_dataset, _NO_MEDIA)
+        datasets = data_checks.text_datasets(train_dataset, eval_dataset)
         if args.label_smoothing and not set(args.loss_type) & set(_SMOOTHED_LOSSES):
             raise ValueError(
                 f"label_smoothing={args.label_smoothing} changes nothing with loss_type={args.loss_type}; leave it at "
                 f"0, or choose a loss_type that reads it: {', '.join(_SMOOTHED_LOSSES)}"
             )
-        if data_collator is None:
-            data_collator = DataCollatorForSharedQuestion(
-                max_length=args.max_length,
-                truncation_mode=args.truncation_mode,
-                row_length=getattr(args, "row_length", None),
-                pad_to_multiple_of=args.pad_to_multiple_of,  # type: ignore  # TRL has resolved "auto"
-            )
-        option_checks.checked_collator(data_collator, DataCollatorForSharedQuestion, "DPOTrainer")
+        data_collator = option_checks.checked_collator(
+            data_collator,
+            DataCollatorForSharedQuestion,
+            "DPOTrainer",
+            max_length=args.max_length,
+            truncation_mode=args.truncation_mode,
+            row_length=getattr(args, "row_length", None),
+            pad_to_multiple_of=args.pad_to_multiple_of,  # TRL has resolved "auto"
+        )
         self._hooked = False
         self._creates_reference = ref_model is None
         kwargs |= {"processing_class": processing_class, "peft_config": peft_config}
@@ -148,40 +143,16 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, DPOTrainer):
         self._hooked = True
         # TRL before 1.15 loads the reference without the policy's attention.
         run_packed_models(self, sets_reference=self._creates_reference)
-        self.data_collator = data_checks.with_position_limit(self.data_collator, self.model)
-        for name, dataset in data_checks.map_style_datasets(self.train_dataset, self.eval_dataset):
-            self._check_lengths(dataset, name)
-
-    def _check_lengths(self, dataset: Any, name: str) -> None:
-        """Raise a ValueError for an example that the collator would refuse, and log how many it will cut."""
-        if not isinstance(dataset, Dataset):
-            return
-        collator = self.data_collator
-        columns = column_lengths(dataset, ("prompt_ids", "chosen_ids", "rejected_ids"))
-        cut: list[int] = []
-        for index, (question, *answers) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
-            example = f"example {index} of the {name} dataset, as prepared,"
-            if min(question, *answers) < 0:
-                raise ValueError(f"{example} lacks a column; remove it from the dataset")
-            if collator.check_lengths(question, answers, example):
-                cut.append(index)
-        if cut:
-            logger.warning(
-                "%d of %d %s examples have more than max_length=%d tokens with their longest answer, the first is "
-                "example %d: truncation_mode=%r cuts them.",
-                len(cut), len(dataset), name, collator.max_length, cut[0], collator.truncation_mode,
-            )  # fmt: skip
+        data_checks.check_examples(self)
 
     def _prepare_dataset(
         self, dataset: Dataset | IterableDataset, processing_class: Any, args: Any, dataset_name: str
     ) -> Dataset | IterableDataset:
-        dataset = data_checks.without_media(unformatted(dataset), dataset_name, _NO_MEDIA)
+        dataset = data_checks.without_media(unformatted(dataset), dataset_name)
         first = data_checks.first_row(dataset, dataset_name)
         warn_of_weights(first, f"the {dataset_name} dataset")
         if {"prompt_ids", "chosen_ids", "rejected_ids"} <= set(first):
-            if self._hooked:  # a dataset passed to `evaluate`
-                self._check_lengths(dataset, dataset_name)
-            return dataset
+            return self._checked(dataset, dataset_name)
         refuse_transform(dataset, f"the {dataset_name} dataset")
         options: dict[str, Any] = {"with_indices": True}
         columns = [name for name in first if name not in ("tools", "chat_template_kwargs")]
@@ -192,9 +163,13 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, DPOTrainer):
         prepared = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
         why = f"has a question that fills max_length={args.max_length}"
         data_checks.report_dropped(dataset, prepared, dataset_name, why)
-        if self._hooked:
-            self._check_lengths(prepared, dataset_name)
-        return prepared
+        return self._checked(prepared, dataset_name)
+
+    def _checked(self, dataset: Any, name: str) -> Any:
+        """Return a prepared dataset; check those passed to `evaluate`, after `__init__`."""
+        if self._hooked and isinstance(dataset, Dataset):
+            data_checks.check_rows(dataset, self.data_collator, self.args, name)
+        return dataset
 
     def _precompute_ref_logps(self, dataset: Dataset, name: str, batch_size: int) -> Dataset:
         self._hook_models()  # TRL's __init__ calls this method

@@ -37,11 +37,7 @@ def preference_columns(example: Mapping[str, Any], index: int) -> dict[str, Any]
     _refuse_unread(example, answers, name)
     if not isinstance(prompt, list) and isinstance(answers[0], str) != isinstance(answers[1], str):
         raise ValueError(f"{name} has one answer of text and one of messages; make them the same kind")
-    if isinstance(prompt, str) and not isinstance(answers[0], str):
-        prompt = _first_turns(prompt, answers, name)
-    if isinstance(prompt, list):
-        turns = [[{"role": "assistant", "content": x}] if isinstance(x, str) else x for x in answers]
-        answers = _without(prompt, turns)
+    prompt, answers = _in_one_form(prompt, answers, name)
     columns = {"prompt": prompt, "chosen": answers[0], "rejected": answers[1]}
     if prompt is None:
         if answers[0] == answers[1]:
@@ -85,24 +81,32 @@ def answer_sequences(example: Mapping[str, Any], eos_token: str | None, name: st
     for nth, answer in enumerate(answers):
         if _empty(answer, eos_token or ""):
             raise ValueError(f"answer {nth} of {name} is empty; remove the answer, or the example: dataset.filter(...)")
-    if texts:
-        if isinstance(prompt, list):
-            return [[*prompt, {"role": "assistant", "content": answer}] for answer in answers]
-        if not eos_token:
-            raise ValueError(f"{name} is text, which the tokenizer's eos_token ends, but it has none; give it one")
-        return [(prompt or "") + answer.removesuffix(eos_token) + eos_token for answer in answers]
-    if isinstance(prompt, str):
-        turns = _first_turns(prompt, answers, name) or []
-    else:
-        turns = prompt or []
-        answers = _without(turns, answers)
-    return [[*turns, *answer] for answer in answers]
+    prompt, answers = _in_one_form(prompt, answers, name)
+    if isinstance(answers[0], list):
+        return [[*(prompt or []), *answer] for answer in answers]
+    if not eos_token:
+        raise ValueError(f"{name} is text, which the tokenizer's eos_token ends, but it has none; give it one")
+    return [(prompt or "") + answer.removesuffix(eos_token) + eos_token for answer in answers]
 
 
-def _without(prompt: list[dict[str, Any]], answers: Sequence[Any]) -> list[Any]:
-    """Return conversations without the turns of the prompt, if all of them begin with it."""
-    repeated = all(answer[: len(prompt)] == prompt and len(answer) > len(prompt) for answer in answers)
-    return [answer[len(prompt) :] if repeated else answer for answer in answers]
+def _in_one_form(prompt: Any, answers: list[Any], name: str) -> tuple[Any, list[Any]]:
+    """Return a prompt, or None, and answers, all as strings or all as lists of messages, with the prompt's turns once.
+
+    Raises:
+        ValueError: conversations begin neither with a prompt that is a string, nor with the assistant.
+    """
+    if isinstance(prompt, str) and not isinstance(answers[0], str):
+        if all(_begins_with(answer, prompt) for answer in answers):
+            return None, answers
+        if not all(answer[0].get("role") == "assistant" for answer in answers):
+            problem = f"the answers of {name} are conversations that begin neither with its prompt, a string, nor the"
+            raise ValueError(f"{problem} assistant; make the prompt a list of messages, or remove the column")
+        prompt = [{"role": "user", "content": prompt}]
+    elif isinstance(prompt, list):
+        answers = [[{"role": "assistant", "content": x}] if isinstance(x, str) else x for x in answers]
+        if all(answer[: len(prompt)] == prompt and len(answer) > len(prompt) for answer in answers):
+            answers = [answer[len(prompt) :] for answer in answers]
+    return prompt, answers
 
 
 def refuse_other_keys(parts: Sequence[Any], name: str) -> None:
@@ -153,16 +157,6 @@ def _holds(part: Any, text: str) -> bool:
     """Return whether a string, a conversation or None contains a text."""
     texts = [part] if isinstance(part, str) else [value for message in part or () for value in message.values()]
     return any(text.strip() in str(held) for held in texts)
-
-
-def _first_turns(prompt: str, answers: Sequence[Any], name: str) -> list[dict[str, Any]] | None:
-    """Return the turns that a prompt string adds to conversations, or None if they begin with it."""
-    if all(_begins_with(answer, prompt) for answer in answers):
-        return None
-    if all(answer[0].get("role") == "assistant" for answer in answers):
-        return [{"role": "user", "content": prompt}]
-    problem = f"the answers of {name} are conversations that begin neither with its prompt, a string, nor the assistant"
-    raise ValueError(f"{problem}; make the prompt a list of messages, or remove the column")
 
 
 def _empty(answer: Any, eos_token: str) -> bool:

@@ -71,7 +71,6 @@ class SharedPromptGRPOTrainer(SharedPrompts, GRPOTrainer):
     """
 
     _name = "Shared-prompt GRPO"
-    _task = "GRPO"
     _configs = (GRPOConfig, SharedPromptGRPOConfig)
 
 
@@ -87,5 +86,4 @@ class SharedPromptRLOOTrainer(SharedPrompts, RLOOTrainer):
     """
 
     _name = "Shared-prompt RLOO"
-    _task = "RLOO"
     _configs = (RLOOConfig, SharedPromptRLOOConfig)

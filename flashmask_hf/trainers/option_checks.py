@@ -11,49 +11,47 @@ from flashmask_hf.trainers.context_parallel import context_parallel_size
 
 __all__ = [
     "checked_collator",
-    "checked_config",
-    "prepare_arguments",
+    "prepared_arguments",
     "refuse_adapters",
     "refuse_liger_losses",
     "refuse_options",
 ]
 
 
-def checked_config(args: Any, model: Any, task: str, stock: type, ours: type) -> Any:
-    """Return a trainer's arguments, or a default `ours` in TRL's folder with the suffix `task`.
+def prepared_arguments(
+    args: Any, model: Any, peft_config: Any, stock: type, ours: type, *, learns_labels: bool = False
+) -> Any:
+    """Return the checked arguments of a trainer of packed rows, without dispatched batches of streams.
+
+    None is a default `ours`, in TRL's folder. `learns_labels` is as in `refuse_options`.
 
     Raises:
         TypeError: `args` is not a `stock`.
+        ValueError: as in `refuse_options` and `refuse_adapters`, or `accelerator_config.dispatch_batches` is true.
     """
     if args is None:
         name = model if isinstance(model, str) else get_config_model_id(model.config)
-        return ours(f"{name.split('/')[-1]}-{task}")
+        args = ours(f"{name.split('/')[-1]}-{stock.__name__.removesuffix('Config')}")
     if not isinstance(args, stock):
         way = f"{ours.__name__}(output_dir=..., ...), which takes every option of transformers.TrainingArguments"
         raise TypeError(f"args must be a {ours.__name__}, got {type(args).__name__}; build it with {way}")
-    return args
-
-
-def checked_collator(given: Any, expected: type, stock: str) -> Any:
-    """Return the caller's collator; raise a TypeError unless it is an `expected`."""
-    if not isinstance(given, expected):
-        raise TypeError(
-            f"data_collator must be a {expected.__name__}, got {type(given).__name__}; leave it out, or use trl.{stock}"
-        )
-    return given
-
-
-def prepare_arguments(model: Any, args: Any, peft_config: Any, *, learns_labels: bool = False) -> None:
-    """Check the arguments of a trainer of packed rows, and turn off streams' dispatched batches.
-
-    Raises:
-        ValueError: as in `refuse_options` and `refuse_adapters`, or `accelerator_config.dispatch_batches` is true.
-    """
     refuse_options(args, learns_labels=learns_labels)
     refuse_adapters(model, peft_config)
     if args.accelerator_config.dispatch_batches:
         raise ValueError("dispatch_batches cuts batches apart, and packed rows are in one piece; set it to false")
     args.accelerator_config.dispatch_batches = False
+    return args
+
+
+def checked_collator(given: Any, expected: type, stock: str, **options: Any) -> Any:
+    """Return the caller's collator, which must be an `expected`, or build one if it is None."""
+    if given is None:
+        return expected(**options)
+    if not isinstance(given, expected):
+        raise TypeError(
+            f"data_collator must be a {expected.__name__}, got {type(given).__name__}; leave it out, or use trl.{stock}"
+        )
+    return given
 
 
 def refuse_options(args: Any, *, learns_labels: bool = False) -> None:

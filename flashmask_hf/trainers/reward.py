@@ -20,13 +20,18 @@ from flashmask_hf.hf.models import unwrap_peft
 from flashmask_hf.hf.packed.rows import check_compiled
 from flashmask_hf.names import PACKED_IDS, PACKED_INDEX, VECTORS
 from flashmask_hf.trainers.callbacks import add_callbacks
-from flashmask_hf.trainers.data_checks import check_prepared, map_style_datasets, text_datasets, with_position_limit
+from flashmask_hf.trainers.data_checks import (
+    check_examples,
+    check_prepared,
+    map_style_datasets,
+    text_datasets,
+)
 from flashmask_hf.trainers.even_batches import EvenBatchesMixin
 from flashmask_hf.trainers.loading import flashmask_policy, run_packed_models
 from flashmask_hf.trainers.metrics import log_sparsity
-from flashmask_hf.trainers.option_checks import checked_collator, checked_config, prepare_arguments
+from flashmask_hf.trainers.option_checks import checked_collator, prepared_arguments
 from flashmask_hf.trainers.resume import ResumeMixin
-from flashmask_hf.trainers.reward_data import NO_MEDIA, check_rows, prepare_rows
+from flashmask_hf.trainers.reward_data import check_margins, prepare_rows
 from flashmask_hf.trainers.reward_losses import LOSSES, pair_mean
 
 __all__ = ["MultiAnswerRewardConfig", "MultiAnswerRewardTrainer"]
@@ -125,9 +130,8 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, RewardTrainer):
         peft_config: Any = None,
         **kwargs: Any,
     ):
-        args = checked_config(args, model, "Reward", RewardConfig, MultiAnswerRewardConfig)
-        prepare_arguments(model, args, peft_config)
-        datasets = text_datasets(train_dataset, eval_dataset, NO_MEDIA)
+        args = prepared_arguments(args, model, peft_config, RewardConfig, MultiAnswerRewardConfig)
+        datasets = text_datasets(train_dataset, eval_dataset)
         if getattr(peft_config, "task_type", None) == "CAUSAL_LM":
             raise ValueError(
                 "peft_config: task_type='CAUSAL_LM' does not save a reward model's head; use task_type='SEQ_CLS'"
@@ -152,7 +156,6 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, RewardTrainer):
         run_packed_models(self)
         add_callbacks(self, model)
         check_prepared(self)
-        self.data_collator = collator = with_position_limit(collator, self.model)
         self.label_names = ["scores"]
         pad_token_id = self.model.config.get_text_config().pad_token_id
         if pad_token_id == getattr(self.processing_class, "eos_token_id", None):
@@ -160,8 +163,9 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, RewardTrainer):
                 "pad_token is eos_token: rewards are trained at the end-of-sequence token, but the saved model's "
                 "forward reads them at the last token that is not padding. Give the tokenizer another pad_token."
             )
-        for name, dataset in map_style_datasets(self.train_dataset, self.eval_dataset):
-            check_rows(dataset, collator, args, name)
+        check_examples(self)
+        if not self.score_margin:
+            check_margins(map_style_datasets(self))
 
     def _prepare_dataset(
         self, dataset: Dataset | IterableDataset, processing_class: Any, args: RewardConfig, dataset_name: str
@@ -268,32 +272,26 @@ def _refuse_unsaved_head(model: Any) -> None:
     inner = unwrap_peft(model)
     if inner is model or not any(parameter.requires_grad for parameter in inner.parameters()):
         return
-    from peft.tuners.tuners_utils import BaseTunerLayer  # there is an adapter, so peft is installed
+    from peft.utils import ModulesToSaveWrapper  # there is an adapter, so peft is installed
 
-    backbone = {id(parameter) for parameter in inner.base_model.parameters()}
-    head = [(name, parameter) for name, parameter in inner.named_parameters() if id(parameter) not in backbone]
-    name = head[0][0].split(".")[0]
-    if not any(parameter.requires_grad for _, parameter in head):
-        how = "leaves"
-    elif isinstance(inner.get_submodule(name), BaseTunerLayer):
-        how = "only adapts"
-    else:
-        return
-    raise ValueError(
-        f"peft_config: the adapter {how} the head {name!r}, and does not save its weights, so a loaded model has "
-        f"random ones; set task_type='SEQ_CLS', or modules_to_save=[{name!r}]"
-    )
+    for name, module in inner.named_children():
+        if module is inner.base_model or isinstance(module, ModulesToSaveWrapper):
+            continue
+        if any(True for _ in module.parameters()):
+            raise ValueError(
+                f"peft_config: the adapter does not save the weights of the head {name!r}, random in a loaded "
+                f"model; set task_type='SEQ_CLS', or modules_to_save=[{name!r}]"
+            )
 
 
 def _collator(given: Any, row_length: int | None, score_margin: float, multiple: Any) -> Any:
     """Return the given collator if it agrees with the arguments, or build one."""
-    if given is None:
-        return DataCollatorForMultiAnswerReward(
-            row_length=row_length, score_margin=score_margin, pad_to_multiple_of=multiple
-        )
-    checked_collator(given, DataCollatorForMultiAnswerReward, "RewardTrainer")
-    for name, value in (("row_length", row_length), ("score_margin", score_margin)):
-        own = getattr(given, name)
+    options = {"row_length": row_length, "score_margin": score_margin}
+    collator = checked_collator(
+        given, DataCollatorForMultiAnswerReward, "RewardTrainer", pad_to_multiple_of=multiple, **options
+    )
+    for name, value in options.items():
+        own = getattr(collator, name)
         if value and value != own:
             raise ValueError(f"args.{name} is {value}, but data_collator.{name} is {own}; set it in one place")
-    return given
+    return collator

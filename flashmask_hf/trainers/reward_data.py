@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,16 +11,13 @@ from datasets import Dataset, IterableDataset, Value
 from trl.trainer.reward_config import RewardConfig
 from trl.trainer.utils import global_then_local_main_first
 
-from flashmask_hf.collators import messages
 from flashmask_hf.collators.columns import as_number
 from flashmask_hf.collators.dataset import refuse_transform, unformatted, warn_of_weights
-from flashmask_hf.collators.reward import DataCollatorForMultiAnswerReward, answer_scores, shared_prefix
+from flashmask_hf.collators.reward import answer_scores, shared_prefix, two_margins
 from flashmask_hf.trainers.data_checks import first_row, report_dropped, without_media
 from flashmask_hf.trainers.formats import answer_sequences
 
-__all__ = ["NO_MEDIA", "check_rows", "prepare_rows"]
-
-NO_MEDIA = "rows cannot share a question, and a reward model reads text; remove the column"
+__all__ = ["check_margins", "prepare_rows"]
 
 
 def prepare_rows(
@@ -33,7 +31,7 @@ def prepare_rows(
         TypeError: a row has an unsupported type, or types that cannot be combined.
         ValueError: no row is there or fits `args.max_length`; the dataset has a transform; or a row is invalid.
     """
-    dataset = without_media(dataset, name, NO_MEDIA)
+    dataset = without_media(unformatted(dataset), name)
     first = first_row(dataset, name)
     warn_of_weights(first, f"the {name} dataset")
     map_style = isinstance(dataset, Dataset)  # IterableDataset.map has neither num_proc nor desc
@@ -43,7 +41,6 @@ def prepare_rows(
             if map_style:
                 refuse_transform(dataset, f"the {name} dataset")
                 options["desc"] = f"Tokenizing {name} dataset"
-            dataset = unformatted(dataset)
             if isinstance(dataset, Dataset) and score_margin and "score_chosen" in first and "margin" not in first:
                 # Ranked answers among pairs get no margin, but map needs the column in every row, with its type.
                 dataset = dataset.add_column("margin", [None] * len(dataset), feature=Value("float64"))  # type: ignore
@@ -63,22 +60,15 @@ def prepare_rows(
     return kept
 
 
-def check_rows(dataset: Dataset, collator: DataCollatorForMultiAnswerReward, args: RewardConfig, name: str) -> None:
-    """Raise the collator's error for the first invalid row of a prepared dataset.
-
-    Raises a ValueError if only some rows have margins, unless `score_margin` makes them.
-    """
-    has_margins = "margin" in dataset.column_names and not collator.score_margin
-    missing = [margin is None for margin in dataset["margin"]] if has_margins else []
-    if any(missing) and not all(missing):
-        first = f"example {missing.index(True)} of the {name} dataset, as prepared,"
-        raise ValueError(f"{first} has no margin, but others have; give all one (0.0 for none), or remove the column")
-    dataset.map(
-        lambda example, index: collator.check(example, f"example {index} of the {name} dataset, as prepared,"),
-        with_indices=True,
-        num_proc=args.dataset_num_proc,
-        desc=f"Checking {name} dataset",
-    )
+def check_margins(datasets: Sequence[tuple[str, Dataset]]) -> None:
+    """Raise a ValueError if only some rows of a prepared dataset, given with its name, have margins."""
+    for name, dataset in datasets:
+        missing = [margin is None for margin in dataset["margin"]] if "margin" in dataset.column_names else []
+        if any(missing) and not all(missing):
+            problem = (
+                f"example {missing.index(True)} of the {name} dataset, as prepared, has no margin, but others have"
+            )
+            raise ValueError(f"{problem}; give all one (0.0 for none), or remove the column")
 
 
 def _fits(example: dict[str, Any], max_length: int) -> bool:
@@ -115,7 +105,7 @@ def _tokenize(
         answer_scores(tokenized["scores"], len(tokens), name)
     if not has_answers and score_margin and "score_chosen" in example and "score_rejected" in example:
         if example.get("margin") is not None:
-            raise ValueError(messages.two_margins(name, score_margin))
+            raise ValueError(two_margins(name, score_margin))
         columns = ("score_chosen", "score_rejected")
         chosen, rejected = (as_number(example[column], f"{column} of {name}") for column in columns)
         tokenized["margin"] = score_margin * (chosen - rejected)

@@ -26,7 +26,7 @@ from flashmask_hf.trainers.data_checks import check_prepared, first_row, text_da
 from flashmask_hf.trainers.even_batches import EvenBatchesMixin
 from flashmask_hf.trainers.loading import correct_gathers, flashmask_policy
 from flashmask_hf.trainers.metrics import log_sparsity
-from flashmask_hf.trainers.option_checks import checked_collator, checked_config, prepare_arguments
+from flashmask_hf.trainers.option_checks import checked_collator, prepared_arguments
 from flashmask_hf.trainers.resume import ResumeMixin
 from flashmask_hf.trainers.sft_data import check_columns, check_completions, packing_report
 
@@ -34,8 +34,6 @@ __all__ = ["PackedSFTTrainer"]
 
 _COMPUTES = ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics")
 """Arguments of the trainer that take logits or losses."""
-
-_NO_MEDIA = "rows cannot be packed yet; use trl.SFTTrainer for images, or remove the column"
 
 
 class PackedSFTTrainer(ResumeMixin, EvenBatchesMixin, ContextParallelMixin, SFTTrainer):
@@ -104,7 +102,7 @@ class PackedSFTTrainer(ResumeMixin, EvenBatchesMixin, ContextParallelMixin, SFTT
         split: bool = False,
         **kwargs: Any,
     ):
-        args = checked_config(args, model, "SFT", SFTConfig, SFTConfig)
+        args = prepared_arguments(args, model, peft_config, SFTConfig, SFTConfig, learns_labels=True)
         self._sums: Any = 0  # tokens and visible keys since the last log, int64 [2] after the first batch
         self._last_log = time.perf_counter()
         self._logged_tokens = 0
@@ -116,15 +114,22 @@ class PackedSFTTrainer(ResumeMixin, EvenBatchesMixin, ContextParallelMixin, SFTT
                 "packing_strategy='wrapped' does not record where documents begin; leave packing out, choose 'bfd' or "
                 "'bfd_split', or use trl.SFTTrainer"
             )
-        prepare_arguments(model, args, peft_config, learns_labels=True)
         _refuse_unread_smoothing(args, kwargs.get("compute_loss_func"))
-        datasets = text_datasets(train_dataset, eval_dataset, _NO_MEDIA)
+        datasets = text_datasets(train_dataset, eval_dataset)
         if not _trl_packs(args):
             if args.max_length is None:
                 raise ValueError("max_length is None, but packing needs it; set it to the number of tokens per row")
             if max_position_embeddings is None:
                 max_position_embeddings = _positions(model, args)
-            data_collator = pad_for_parts(_collator(data_collator, args, max_position_embeddings), parts)
+            collator = checked_collator(
+                data_collator,
+                DataCollatorForPackedLanguageModeling,
+                "SFTTrainer",
+                pad_to_multiple_of=args.pad_to_multiple_of if isinstance(args.pad_to_multiple_of, int) else None,
+                max_position_embeddings=max_position_embeddings,
+                completion_only_loss=None if _prepares_rows(args) else args.completion_only_loss,  # else packing labels
+            )
+            data_collator = pad_for_parts(collator, parts)
         self._packing_options: dict[str, Any] = {"max_position_embeddings": max_position_embeddings, "split": split}
         self._formatting = kwargs.get("formatting_func")
         with flashmask_policy(model, args):
@@ -143,7 +148,7 @@ class PackedSFTTrainer(ResumeMixin, EvenBatchesMixin, ContextParallelMixin, SFTT
     def _prepare_dataset(
         self, dataset: Any, processing_class: Any, args: Any, packing: bool, formatting_func: Any, dataset_name: str
     ) -> Dataset | IterableDataset:
-        dataset = without_media(unformatted(dataset), dataset_name, _NO_MEDIA)
+        dataset = without_media(unformatted(dataset), dataset_name)
         first = first_row(dataset, dataset_name)
         if dataset_name == "train" and "seq_lengths" not in first and (packing or not _trl_packs(args)):
             split = self._packing_options["split"]
@@ -162,7 +167,7 @@ class PackedSFTTrainer(ResumeMixin, EvenBatchesMixin, ContextParallelMixin, SFTT
         tokenized = super()._prepare_dataset(
             dataset, processing_class, untruncated, False, formatting_func, dataset_name
         )
-        if "seq_lengths" in next(iter(tokenized), {}):
+        if "seq_lengths" in first:
             return tokenized  # packed already
         with PartialState().main_process_first():  # others read the cache
             packed = pack_dataset(
@@ -298,18 +303,6 @@ def _positions(model: Any, args: SFTConfig) -> int | None:
         trusted = options.get("trust_remote_code", args.trust_remote_code)  # as TRL will load the model
         config = AutoConfig.from_pretrained(model, revision=options.get("revision"), trust_remote_code=trusted)
     return getattr(config.get_text_config(), "max_position_embeddings", None)
-
-
-def _collator(given: Any, args: Any, positions: int | None) -> DataCollatorForPackedLanguageModeling:
-    """Return the given collator after checking its class, or build one, which labels rows prepared elsewhere."""
-    if given is not None:
-        return checked_collator(given, DataCollatorForPackedLanguageModeling, "SFTTrainer")
-    multiple = args.pad_to_multiple_of
-    return DataCollatorForPackedLanguageModeling(
-        pad_to_multiple_of=multiple if isinstance(multiple, int) else None,
-        max_position_embeddings=positions,
-        completion_only_loss=None if _prepares_rows(args) else args.completion_only_loss,
-    )
 
 
 def _mean(values: Tensor, weights: Tensor) -> float:

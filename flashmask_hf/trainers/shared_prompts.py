@@ -27,7 +27,7 @@ from flashmask_hf.trainers.data_checks import first_rows
 from flashmask_hf.trainers.formats import refuse_other_keys
 from flashmask_hf.trainers.loading import flashmask_policy, run_packed_models
 from flashmask_hf.trainers.metrics import log_sharing
-from flashmask_hf.trainers.option_checks import checked_config, prepare_arguments, refuse_liger_losses
+from flashmask_hf.trainers.option_checks import prepared_arguments, refuse_liger_losses
 
 __all__ = ["SharedPrompts", "SharedPromptsOptions", "group_prompts", "pack_sequences"]
 
@@ -60,14 +60,12 @@ class SharedPromptsOptions:
 class SharedPrompts:
     """Mixin of a TRL trainer like `trl.GRPOTrainer` that computes each prompt once."""
 
-    _task: str
-    """Suffix of the default output folder."""
     _configs: tuple[type, type]
     """TRL's config class, and our subclass with `SharedPromptsOptions`."""
 
     def __init__(self, model: Any, reward_funcs: Any = None, args: Any = None, *others: Any, **kwargs: Any):
         stock, ours = self._configs
-        args = checked_config(args, model, self._task, stock, ours)
+        args = prepared_arguments(args, model, kwargs.get("peft_config"), stock, ours)
         share = getattr(args, "share", "prompts")
         if share not in _SHARES:
             raise ValueError(f"share must be one of {', '.join(map(repr, _SHARES))}, got {share!r}")
@@ -78,7 +76,7 @@ class SharedPrompts:
         with flashmask_policy(model, args, reference=args.beta != 0.0, attention=None):
             super().__init__(model, reward_funcs, args, *others, **kwargs)
         _refuse_images(self.processing_class)  # TRL loads a processor for a model with images
-        for name, row in first_rows(self.train_dataset, self.eval_dataset).items():
+        for name, row in first_rows(self).items():
             # Environments may make the prompts themselves.
             if "prompt" not in row and getattr(self, "environment_factories", None) is None:
                 columns = ", ".join(row)
@@ -248,8 +246,7 @@ def _select(parts: list[Any], rows: Tensor) -> Any:
 
 
 def _check_options(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """Check options as `prepare_arguments`, and refuse another attention, images and continuous batching."""
-    prepare_arguments(model, args, kwargs.get("peft_config"))
+    """Refuse another attention, images and continuous batching."""
     given = (args.model_init_kwargs or {}).get("attn_implementation")
     if isinstance(model, str) and given not in (None, FLASHMASK):
         raise ValueError(

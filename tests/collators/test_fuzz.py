@@ -264,7 +264,8 @@ def test_pack_dataset(inputs):
         except (pa.ArrowException, TypeError, ValueError, OverflowError):
             continue  # not a dataset
         names = ("example ", "column ", "input_ids", "labels")
-        limits = {"max_length": 8, "split": split, "truncation_mode": mode}
+        given = [name for name in columns if name != "attention_mask"]
+        limits = {"max_length": 8, "mode": "split" if split else mode, "given": given}
         packed = attempt(_pack_table, table, range(len(table)), names=names, **limits, **options)
         assert not good or packed is not None or any(len(one) > 8 for one in documents)
         if packed is None or not good:

@@ -39,7 +39,7 @@ def test_one_row_sees_each_document_and_nothing_else(lengths, multiple):
     batch = DataCollatorForPackedLanguageModeling(pad_to_multiple_of=multiple)([{"input_ids": t} for t in tokens])
     real = sum(lengths)
     width = real if multiple is None else -(-real // multiple) * multiple
-    assert list(batch) == ["input_ids", "labels", "position_ids", "startend_row_indices"]
+    assert list(batch) == ["input_ids", "position_ids", "startend_row_indices", "labels"]
     assert batch["input_ids"].shape == batch["labels"].shape == batch["position_ids"].shape == (1, width)
     assert {batch[name].dtype for name in ("input_ids", "labels", "position_ids")} == {torch.int64}
     assert batch["startend_row_indices"].shape == (1, 1, width, 1)

@@ -122,7 +122,7 @@ def test_keep_start_equals_trl_and_warns_once(caplog):
         assert torch.equal(batch[key], value), key
     (record,) = caplog.records
     assert "example 2 of a batch has 13 tokens with its longest answer" in record.message
-    assert "cuts 1 of its 2 answers to max_length 9" in record.message
+    assert "cuts its answers to max_length 9" in record.message
 
 
 def test_keep_end_cuts_the_question_by_the_same_amount_for_all_answers():
@@ -151,19 +151,24 @@ def test_invalid_options_raise(options, message):
 
 BAD = {
     "no examples": ([], {}, ValueError, "examples is empty"),
-    "no prompt": ([{"chosen_ids": [1], "rejected_ids": [2]}], {}, ValueError, "example 0 has no prompt_ids; it needs"),
+    "no prompt": (
+        [{"chosen_ids": [1], "rejected_ids": [2]}],
+        {},
+        ValueError,
+        "example 0 needs prompt_ids and chosen_ids and",
+    ),
     "text": ([{"prompt": "a", "chosen": "b", "rejected": "c"}], {}, ValueError, "It has: prompt, chosen, rejected"),
     "two kinds": (
         [{"prompt_ids": [1], "answers_ids": [[2], [3]], "chosen_ids": [2], "rejected_ids": [3]}],
         {},
         ValueError,
-        "example 0 has answers_ids and chosen_ids",
+        "example 0 needs prompt_ids and .*, or prompt_ids and answers_ids, but not both",
     ),
     "no answers": (
         [{"prompt_ids": [1], "answers_ids": None}],
         {},
         ValueError,
-        "example 0 has no chosen_ids and no rejected_ids; .*It has: prompt_ids$",
+        "example 0 needs prompt_ids and chosen_ids and rejected_ids, .*It has: prompt_ids$",
     ),
     "no reference": (
         [PAIR | {"ref_chosen_logps": -1.0}, PAIR],
@@ -215,7 +220,7 @@ BAD = {
         examples(PAIRS),
         {"max_length": 6, "truncation_mode": "keep_end"},
         ValueError,
-        "the longest answer of example 2 fills max_length 6",
+        "the longest answer of example 2 has 6 tokens and fills max_length 6",
     ),
     "longer than the row": (examples(PAIRS), {"row_length": 12}, ValueError, "example 2 has 15 tokens"),
     "too deep": (examples(PAIRS), {"max_position_embeddings": 12}, ValueError, "example 2 is 13 tokens deep"),

@@ -89,12 +89,32 @@ def test_invalid_options_raise(options, message):
         ({}, GOOD | {"prompt_ids": ["a"]}, TypeError, "prompt_ids of example 1 must be integers"),
         ({}, GOOD | {"answers_ids": [[3], [4, -100]]}, ValueError, "answer 1 of example 1 has -100, but token ids"),
         ({}, GOOD | {"prompt_ids": [-100, 1]}, ValueError, "prompt_ids of example 1 has -100, but token ids"),
-        ({}, GOOD | {"scores": [1.0]}, ValueError, "example 1 has 1 scores, but 2 answers"),
-        ({}, GOOD | {"scores": [1.0, float("nan")]}, ValueError, "scores of example 1 are .*nan.* not all finite"),
-        ({}, GOOD | {"scores": [1.0, None]}, ValueError, "scores of example 1 are .*None.* not all finite"),
-        ({}, GOOD | {"scores": [1.0, 1e300]}, ValueError, "scores of example 1 are .* not all finite float32"),
-        ({}, GOOD | {"scores": [1.0, 10**400]}, ValueError, "scores of example 1 are .* not all finite float32"),
-        ({}, GOOD | {"scores": ["a", "b"]}, TypeError, "scores of example 1 must be a sequence of numbers"),
+        (
+            {},
+            GOOD | {"scores": [1.0]},
+            ValueError,
+            "scores of example 1 must be one number for each of its 2 answers, got",
+        ),
+        (
+            {},
+            GOOD | {"scores": [1.0, float("nan")]},
+            ValueError,
+            "each of the scores of example 1 must be finite and at most 3.4e38, got nan",
+        ),
+        ({}, GOOD | {"scores": [1.0, None]}, TypeError, "each of the scores of example 1 must be a number, got None"),
+        (
+            {},
+            GOOD | {"scores": [1.0, 1e300]},
+            ValueError,
+            "each of the scores of example 1 must be finite and at most 3.4e38",
+        ),
+        (
+            {},
+            GOOD | {"scores": [1.0, 10**400]},
+            ValueError,
+            "each of the scores of example 1 must be finite and at most 3.4e38",
+        ),
+        ({}, GOOD | {"scores": ["a", "b"]}, TypeError, "each of the scores of example 1 must be a number, got 'a'"),
         ({}, GOOD | {"scores": [3, 3]}, ValueError, r"the scores of example 1 are all 3, .*dataset\.filter"),
         ({}, GOOD | {"margin": "wide"}, TypeError, "margin of example 1 must be a number, got 'wide'"),
         ({}, GOOD | {"margin": torch.tensor([1.0])}, TypeError, "margin of example 1 must be a number, got tensor"),
@@ -124,7 +144,7 @@ def test_an_invalid_example_raises_with_its_index(options, example, error, messa
 
 
 def test_an_example_with_whole_sequences_and_a_question_raises():
-    with pytest.raises(ValueError, match="example 0 has chosen_ids beside prompt_ids"):
+    with pytest.raises(ValueError, match=r"but not both\. It has: prompt_ids, chosen_ids"):
         DataCollatorForMultiAnswerReward()([{"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [3]}])
 
 

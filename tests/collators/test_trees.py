@@ -294,10 +294,14 @@ def test_paths_under_the_fused_loss_of_liger_raise():
     [
         ([1.0, 2.0], ValueError, "weights of example 0 must be one number for each of its 3 leaves"),
         (2.0, ValueError, "weights of example 0 must be one number for each of its 3 leaves, got 2.0"),
-        ([1.0, 2.0, "3"], TypeError, "a weight of example 0 must be a number"),
-        ([1.0, 2.0, float("nan")], ValueError, "a weight of example 0 must be finite .* got nan"),
-        ([1.0, 2.0, 1e39], ValueError, r"a weight of example 0 must be finite and at most 3.4e38, got 1e\+39"),
-        ([-(10**400), 2.0, 1.0], ValueError, "a weight of example 0 must be finite .* got inf"),
+        ([1.0, 2.0, "3"], TypeError, "each of the weights of example 0 must be a number"),
+        ([1.0, 2.0, float("nan")], ValueError, "each of the weights of example 0 must be finite .* got nan"),
+        (
+            [1.0, 2.0, 1e39],
+            ValueError,
+            r"each of the weights of example 0 must be finite and at most 3.4e38, got 1e\+39",
+        ),
+        ([-(10**400), 2.0, 1.0], ValueError, "each of the weights of example 0 must be finite .* got inf"),
     ],
 )
 def test_invalid_weights_raise(weights, error, message):

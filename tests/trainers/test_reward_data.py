@@ -280,7 +280,11 @@ LIST = {"prompt": "w8 ", "answers": ["w9", "w10"]}
         (LIST | {"answers": "w9"}, TypeError, "answers of example 0 .* must all be strings, or all lists"),
         (LIST | {"prompt": 8}, TypeError, "prompt of example 0 .* must be a string or a list of messages, got 8"),
         (LIST | {"scores": [1.0, 1.0]}, ValueError, "scores of example 0 of the train dataset are all 1"),
-        (LIST | {"scores": [1.0]}, ValueError, "example 0 of the train dataset has 1 scores, but 2 answers"),
+        (
+            LIST | {"scores": [1.0]},
+            ValueError,
+            "scores of example 0 of the train dataset must be one number for each of its 2 answers",
+        ),
         (
             {"prompt": "w9", "chosen": [USER, BEST], "rejected": [USER, WORST]},
             ValueError,

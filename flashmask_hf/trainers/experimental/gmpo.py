@@ -24,5 +24,4 @@ class SharedPromptGMPOTrainer(SharedPrompts, GMPOTrainer):
     """
 
     _name = "Shared-prompt GMPO"
-    _task = "GMPO"
     _configs = (GMPOConfig, SharedPromptGMPOConfig)
