@@ -17,6 +17,11 @@ INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 """Dtypes of integer tensors."""
 
 
+def device_of(device: Device, value: Any) -> Device:
+    """Return `device`, or if it is None the device of `value`; None if that is no tensor."""
+    return value.device if device is None and isinstance(value, Tensor) else device
+
+
 def from_array(value: Any) -> Any:
     """Return a NumPy array as a tensor, and any other value unchanged."""
     # Compilers know symbolic integers as int, and cannot ask them for an attribute.
@@ -25,19 +30,21 @@ def from_array(value: Any) -> Any:
     return torch.tensor(value) if getattr(value, "shape", ()) else value  # a number of NumPy has no axes
 
 
-def check_integer_tensor(name: str, value: Any) -> None:
-    """Raise TypeError unless `value` is a tensor of integers."""
+def integer_tensor(name: str, value: Any, *shapes: str) -> Tensor:
+    """Return an int tensor or array as a tensor; `shapes` are the allowed ones, such as "[B, S]", no axis empty."""
+    value = from_array(value)
     if not isinstance(value, Tensor) or value.dtype not in INTEGERS:
         got = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise TypeError(f"{name} must be a tensor of integers, got {got}")
+    if value.dim() not in [shape.count(",") + 1 for shape in shapes] or not value.numel():
+        raise ValueError(f"{name} must have shape {' or '.join(shapes)}, got {list(value.shape)}")
+    return value
 
 
-def query_count(q_len: int | None, kv_len: int, may_exceed: bool = False) -> int:
+def query_count(q_len: int | None, kv_len: int) -> int:
     """Return `q_len`, or `kv_len` if it is None."""
     if q_len is None:
         return kv_len
-    if may_exceed:
-        return as_length("q_len", q_len)
     why = "the queries are the last q_len of kv_len positions; only full() and causal() take more"
     return as_integer("q_len", q_len, 1, kv_len, why=why)
 
@@ -62,10 +69,7 @@ def batch_integers(name: str, value: Any, high: int | None, axis: str = "B") -> 
     """Return numbers in 0..high from a list, or an int tensor or array [axis]; by default one per packed row."""
     value = from_array(value)
     if isinstance(value, Tensor):
-        check_integer_tensor(name, value)
-        if value.dim() != 1:
-            raise ValueError(f"{name} must have shape [{axis}], got {list(value.shape)}")
-        value = value.tolist()
+        value = integer_tensor(name, value, f"[{axis}]").tolist()
     if not isinstance(value, (list, tuple)):
         raise TypeError(f"{name} must be a list, or an int tensor or array [{axis}], got {type(value).__name__}")
     if not value:

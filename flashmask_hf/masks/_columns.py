@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,24 +11,18 @@ from flashmask_hf.mask import FlashMask
 from flashmask_hf.masks._arguments import Device, query_count
 
 
-def make_mask(
-    *columns: Tensor, causal: bool, q_len: int | None, device: Device, given: Any = None, may_exceed: bool = False
-) -> FlashMask:
+def make_mask(*columns: Tensor, causal: bool, q_len: int | None, device: Device) -> FlashMask:
     """Build a mask from bounds in positions 0..Skv, which become query rows and are clamped to 0..q_len.
 
     Args:
         columns: bounds, int [B, Hm, Skv] each, in the order of the FlashMask table.
         causal: as in FlashMask.
         q_len: number of queries, the last of Skv positions; None is Skv.
-        device: device of the mask; None is the device of `given` if that is a tensor, or else of the bounds.
-        given: the argument that the bounds are from.
-        may_exceed: whether there may be more queries than keys.
+        device: device of the mask; None is the device of the bounds.
     """
     kv_len = columns[0].shape[-1]
-    q_len = query_count(q_len, kv_len, may_exceed)
+    q_len = query_count(q_len, kv_len)
     indices = (torch.stack(columns, -1) - (kv_len - q_len)).clamp(0, q_len).to(torch.int32)
-    if device is None and isinstance(given, Tensor):
-        device = given.device
     return FlashMask(indices.to(device), causal, q_len=q_len)
 
 

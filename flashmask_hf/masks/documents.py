@@ -14,8 +14,9 @@ from flashmask_hf.masks._arguments import (
     Device,
     batch_integers,
     batch_rows,
-    check_integer_tensor,
+    device_of,
     from_array,
+    integer_tensor,
     key_count,
 )
 from flashmask_hf.masks._columns import document_spans, key_positions, make_mask, per_row, per_token
@@ -49,7 +50,7 @@ def causal_document(
     """
     lengths, kv_len = _batch_lengths("documents", documents, kv_len)
     _, end = document_spans(lengths, kv_len)
-    return make_mask(end, causal=True, q_len=q_len, device=device, given=documents)
+    return make_mask(end, causal=True, q_len=q_len, device=device_of(device, documents))
 
 
 def document(
@@ -76,7 +77,7 @@ def document(
     """
     lengths, kv_len = _batch_lengths("documents", documents, kv_len)
     start, end = document_spans(lengths, kv_len)
-    return make_mask(end, start, causal=False, q_len=q_len, device=device, given=documents)
+    return make_mask(end, start, causal=False, q_len=q_len, device=device_of(device, documents))
 
 
 def causal_blockwise(
@@ -114,7 +115,7 @@ def causal_blockwise(
     last = [[sum(row[:-1])] * len(row) for row in lengths]
     test_start = per_token(last, lengths, kv_len, padding=kv_len)
     end = torch.minimum(end, test_start)
-    return make_mask(end, test_start, causal=True, q_len=q_len, device=device, given=block_lengths)
+    return make_mask(end, test_start, causal=True, q_len=q_len, device=device_of(device, block_lengths))
 
 
 def padding(
@@ -174,18 +175,15 @@ def padding(
     is_padding = (key < first) | (key >= first + count)
     end = (first + count).expand_as(is_padding).masked_fill(is_padding, 0)
     columns = [end] if causal else [end, first.expand_as(end)]
-    return make_mask(*columns, causal=causal, q_len=q_len, device=device, given=lengths)
+    return make_mask(*columns, causal=causal, q_len=q_len, device=device_of(device, lengths))
 
 
 def _batch_lengths(name: str, value: Any, kv_len: int | None) -> tuple[list[list[int]], int]:
     """Return the lengths per packed row from an argument in the forms of `documents`, and the number of keys."""
     value = from_array(value)
     if isinstance(value, Tensor):
-        check_integer_tensor(name, value)
-        if value.dim() not in (1, 2):
-            raise ValueError(f"{name} must have shape [documents] or [B, documents], got {list(value.shape)}")
         ragged = value.dim() == 2
-        value = value.tolist()
+        value = integer_tensor(name, value, "[documents]", "[B, documents]").tolist()
         for row in value if ragged else []:
             while row and row[-1] == 0:
                 row.pop()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flashmask_hf._numbers import as_integer, as_length
 from flashmask_hf.mask import FlashMask
-from flashmask_hf.masks._arguments import Device, check_integer_tensor, from_array
+from flashmask_hf.masks._arguments import Device, integer_tensor
 from flashmask_hf.masks._columns import key_positions, make_mask
 
 
@@ -70,10 +70,10 @@ def random_eviction(
         return make_mask(evict_from, causal=True, q_len=q_len, device=device)
     if generator is not None or (batch, heads) != (1, 1):
         raise ValueError("evict_from leaves nothing to draw; leave out generator, batch and heads, or evict_from")
-    places: Tensor = from_array(evict_from)
-    check_integer_tensor("evict_from", places)
-    if places.dim() != 3 or places.shape[-1] != kv_len or not places.numel():
-        raise ValueError(f"evict_from must have shape [B, Hm, kv_len = {kv_len}], got {list(places.shape)}")
+    shape = f"[B, Hm, kv_len = {kv_len}]"
+    places = integer_tensor("evict_from", evict_from, shape)
+    if places.shape[-1] != kv_len:
+        raise ValueError(f"evict_from must have shape {shape}, got {list(places.shape)}")
     bad = (places <= key_positions(kv_len, places.device)) | (places > kv_len)
     if bool(bad.any()):
         where = bad.nonzero()[0].tolist()

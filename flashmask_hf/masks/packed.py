@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashmask_hf._numbers import as_length, check_bool
 from flashmask_hf.mask import FlashMask
-from flashmask_hf.masks._arguments import Device, batch_integers, check_integer_tensor, from_array
+from flashmask_hf.masks._arguments import Device, batch_integers, device_of, integer_tensor
 from flashmask_hf.masks._columns import key_positions, make_mask, next_flagged
 from flashmask_hf.masks.documents import causal_document, document
 
@@ -63,9 +63,7 @@ def from_cu_seqlens(
         raise ValueError(f"cu_seqlens ends at {edges[-1]}, more than kv_len = {kv_len}; raise kv_len")
     lengths = [end - start for start, end in pairwise(edges) if end > start]
     family = causal_document if causal else document
-    if device is None and isinstance(cu_seqlens, Tensor):
-        device = cu_seqlens.device
-    return family(lengths, kv_len=kv_len, q_len=q_len, device=device)
+    return family(lengths, kv_len=kv_len, q_len=q_len, device=device_of(device, cu_seqlens))
 
 
 def from_position_ids(
@@ -99,11 +97,7 @@ def from_position_ids(
         >>> from_position_ids(torch.tensor([0, 1, 2, 0, 1, 0])).indices.flatten()
         tensor([3, 3, 3, 5, 5, 6], dtype=torch.int32)
     """
-    position_ids = from_array(position_ids)
-    check_integer_tensor("position_ids", position_ids)
-    if position_ids.dim() not in (1, 2) or not position_ids.numel():
-        raise ValueError(f"position_ids must have shape [S] or [B, S], got {list(position_ids.shape)}")
-    positions = torch.atleast_2d(position_ids.to(torch.int64))
+    positions = torch.atleast_2d(integer_tensor("position_ids", position_ids, "[S]", "[B, S]").to(torch.int64))
     expected = torch.nn.functional.pad(positions[:, :-1] + 1, (1, 0))
     wrong = (positions != 0) & (positions != expected)
     if wrong.any():

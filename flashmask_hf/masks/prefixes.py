@@ -9,8 +9,8 @@ from torch import Tensor
 
 from flashmask_hf._numbers import as_integer, as_length
 from flashmask_hf.mask import FlashMask
-from flashmask_hf.masks._arguments import Device, batch_integers, batch_rows, from_array, key_count
-from flashmask_hf.masks._columns import document_spans, key_positions, make_mask, per_row, per_token
+from flashmask_hf.masks._arguments import Device, batch_integers, batch_rows, device_of, from_array, key_count
+from flashmask_hf.masks._columns import document_spans, key_positions, make_mask, per_token
 
 
 def prefix_lm_causal(
@@ -46,10 +46,8 @@ def prefix_lm_causal(
         prefixes = batch_integers("prefix", prefix, kv_len)
     else:
         prefixes = [as_integer("prefix", prefix, 0, kv_len)]
-    key = key_positions(kv_len)
-    first = torch.where(key < per_row(prefixes), 0, key)
-    end = torch.full_like(first, kv_len)
-    return make_mask(end, first, causal=False, q_len=q_len, device=device, given=prefix)
+    documents = [[(length, kv_len)] for length in prefixes]
+    return prefix_lm_document(documents, q_len=q_len, device=device_of(device, prefix))
 
 
 def prefix_lm_document(
@@ -86,22 +84,20 @@ def prefix_lm_document(
                 [0, 0, 2, 3, 4, 5]], dtype=torch.int32)
     """
     lengths: list[list[int]] = []
-    prefix_ends: list[list[int]] = []
+    prefixes: list[list[int]] = []
     for path, row in batch_rows("documents", documents, list):
         lengths.append([])
-        prefix_ends.append([])
-        begin = 0
+        prefixes.append([])
         for k, entry in enumerate(row):
             if not isinstance(entry, tuple) or len(entry) != 2:
                 raise TypeError(f"{path}[{k}] must be a tuple (prefix length, total length), got {entry!r}")
             total = as_integer(f"{path}[{k}][1]", entry[1], 1, why="a document has at least one token")
             prefix = as_integer(f"{path}[{k}][0]", entry[0], 0, total, why="the prefix is part of the total length")
             lengths[-1].append(total)
-            prefix_ends[-1].append(begin + prefix)
-            begin += total
+            prefixes[-1].append(prefix)
     kv_len = key_count("documents", lengths, kv_len)
     start, end = document_spans(lengths, kv_len)
-    prefix_end = per_token(prefix_ends, lengths, kv_len, padding=kv_len)
+    prefix = per_token(prefixes, lengths, kv_len, padding=0)
     key = key_positions(kv_len)
-    first = torch.where(key < prefix_end, start, key)
+    first = torch.where(key < start + prefix, start, key)
     return make_mask(end, first, causal=False, q_len=q_len, device=device)

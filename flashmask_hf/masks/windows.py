@@ -33,10 +33,9 @@ def full(kv_len: int, *, q_len: int | None = None, device: Device = None) -> Fla
         True
     """
     kv_len = as_length("kv_len", kv_len)
-    q_len = query_count(q_len, kv_len, may_exceed=True)
-    none = torch.zeros(1, 1, kv_len, dtype=torch.int64, device="cpu")
-    end, start = none + kv_len, none + (kv_len - q_len)
-    return make_mask(end, start, causal=False, q_len=q_len, device=device, may_exceed=True)
+    q_len = kv_len if q_len is None else as_length("q_len", q_len)
+    never = torch.full((1, 1, kv_len), q_len, dtype=torch.int32, device=device or "cpu")
+    return FlashMask(torch.stack([never, torch.zeros_like(never)], -1), causal=False, q_len=q_len)
 
 
 def causal(kv_len: int, *, q_len: int | None = None, device: Device = None) -> FlashMask:
@@ -60,9 +59,8 @@ def causal(kv_len: int, *, q_len: int | None = None, device: Device = None) -> F
         tensor([[1, 1, 1, 0],
                 [1, 1, 1, 1]], dtype=torch.int32)
     """
-    kv_len = as_length("kv_len", kv_len)
-    never = torch.full((1, 1, kv_len), kv_len, dtype=torch.int64, device="cpu")
-    return make_mask(never, causal=True, q_len=q_len, device=device, may_exceed=True)
+    indices = full(kv_len, q_len=q_len, device=device).indices[..., :1]
+    return FlashMask(indices.contiguous(), causal=True, q_len=kv_len if q_len is None else q_len)
 
 
 def sliding_window(
@@ -100,12 +98,7 @@ def sliding_window(
         >>> sliding_window(5, 2).indices.flatten()
         tensor([2, 3, 4, 5, 5], dtype=torch.int32)
     """
-    kv_len = as_length("kv_len", kv_len)
-    window = _clamp_window(window, kv_len)
-    check_bool("causal", causal)
-    key = key_positions(kv_len)
-    columns = [key + window] if causal else [key + window, key - window + 1]
-    return make_mask(*columns, causal=causal, q_len=q_len, device=device)
+    return global_sliding_window(kv_len, 0, window, causal=causal, q_len=q_len, device=device)
 
 
 def global_sliding_window(
@@ -154,22 +147,17 @@ def global_sliding_window(
     """
     kv_len = as_length("kv_len", kv_len)
     n_global = as_integer("n_global", n_global, 0, kv_len)
-    window = _clamp_window(window, kv_len)
+    window = as_integer("window", window, 1, why="a query sees at least its own position")
+    # A larger window hides the same, but plus a position it might overflow int64.
+    clamped: Any = torch.sym_min(window, kv_len)
     check_bool("causal", causal)
     q_len = query_count(q_len, kv_len)
     key = key_positions(kv_len)
-    lower = torch.where(key < n_global, kv_len, key + window)
+    lower = torch.where(key < n_global, kv_len, key + clamped)
     if causal:
         return make_mask(lower, causal=True, q_len=q_len, device=device)
-    upper = (key - window + 1).clamp(min=n_global)  # the rows n_global..upper lie too far above the key
+    upper = (key - clamped + 1).clamp(min=n_global)  # the rows n_global..upper lie too far above the key
     if n_global <= kv_len - q_len:
         return make_mask(lower, upper, causal=False, q_len=q_len, device=device)
     end, start = torch.full_like(key, kv_len), torch.full_like(key, n_global)
     return make_mask(lower, end, start, upper, causal=False, q_len=q_len, device=device)
-
-
-def _clamp_window(window: int, kv_len: int) -> int:
-    """Return min(window, kv_len), which hides the same; a larger window plus a position might overflow int64."""
-    window = as_integer("window", window, 1, why="a query sees at least its own position")
-    clamped: Any = torch.sym_min(window, kv_len)
-    return clamped
