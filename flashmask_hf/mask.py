@@ -182,12 +182,9 @@ class FlashMask:
             (torch.where(start < end, start, rows), torch.where(start < end, end, rows))
             for start, end in self.bidirectional(rows).intervals(rows)
         )
-        swap = other_start < start
-        start, other_start = torch.where(swap, other_start, start), torch.where(swap, start, other_start)
-        end, other_end = torch.where(swap, other_end, end), torch.where(swap, end, other_end)
         return [
-            (torch.zeros_like(start), start),
-            (end, other_start),
+            (torch.zeros_like(start), torch.minimum(start, other_start)),
+            (torch.where(other_start < start, other_end, end), torch.maximum(start, other_start)),
             (torch.maximum(end, other_end), torch.full_like(end, rows)),
         ]
 

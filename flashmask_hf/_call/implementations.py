@@ -102,28 +102,11 @@ class Implementation:
 
         `order`, int32 [B, Hq, Sq], is a permutation of every head's rows. lse stays in the order of q.
         """
-        from flashmask_hf.sparse.reorder import put_rows_back
-
-        run = self.forward(problem)
-
-        def run_and_place(*inputs: Any) -> tuple[Tensor, Tensor]:
-            out, lse = run(*inputs[:-1])
-            return put_rows_back(out, inputs[-1]), lse
-
-        return run_and_place
+        return _placing(self.forward(problem), lambda order: (order,))
 
     def ordered_backward(self, problem: Problem, dout: Layout, output: OutputLayout | None) -> Run:
         """Prepare a backward with a last argument: the orders of the rows of dq, and of dk and dv."""
-        from flashmask_hf.sparse.reorder import put_rows_back
-
-        run = self.backward(problem, dout, output)
-
-        def run_and_place(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-            dq, dk, dv, delta = run(*inputs[:-1])
-            q_order, k_order = inputs[-1]
-            return put_rows_back(dq, q_order), put_rows_back(dk, k_order), put_rows_back(dv, k_order), delta
-
-        return run_and_place
+        return _placing(self.backward(problem, dout, output), lambda orders: (orders[0], orders[1], orders[1]))
 
 
 class _Kernels(Implementation):
@@ -272,47 +255,43 @@ def choose(
 ) -> Choice:
     """Choose the implementations that serve a `Request`; a named one is never replaced."""
     request = Request(device, dtype, head_dim, v_head_dim, arguments)
-    if impl is not None:
-        return _named(impl, request)
-    left_out = [one.left_out(device) for one in REGISTRY]
-    candidates = [one for one, why in zip(REGISTRY, left_out, strict=True) if why is None]
-    refusals = [one.why_not(request) for one in candidates]
-    serving = tuple(one for one, why in zip(candidates, refusals, strict=True) if why is None)
-    if not serving:
-        return Choice((), _refusal(candidates[-1], request))
-    if left_out[0] is not None:
-        return Choice(serving, left_out[0])
-    reason = "the kernels take this device, dtype and head_dim"
-    refused = [f"impl={one.name!r} cannot serve {why}" for one, why in zip(candidates, refusals, strict=True) if why]
-    return Choice(serving, "; ".join([reason, *refused]))
-
-
-def _named(impl: str, request: Request) -> Choice:
-    """Choose the implementation of a name."""
-    one = next((one for one in REGISTRY if one.name == impl), None)
-    if one is None:
+    if impl is None:
+        candidates = [one for one in REGISTRY if one.left_out(device) is None]
+    else:
+        candidates = [one for one in REGISTRY if one.name == impl]
+    if not candidates:
         names = ", ".join(one.name for one in REGISTRY)
         return Choice((), f"impl must be None or one of {names}, got {impl!r}")
-    if one.why_not(request) is not None:
-        return Choice((), _refusal(one, request))
-    return Choice((one,), "it was asked for and takes this device, dtype and head_dim")
+    refusals = [(one, one.why_not(request)) for one in candidates]
+    serving = tuple(one for one, why in refusals if why is None)
+    refused = [f"impl={one.name!r} cannot serve {why}" for one, why in refusals if why is not None]
+    if not serving:
+        slower = REGISTRY[REGISTRY.index(candidates[-1]) + 1 :]
+        ways_out = [f"impl={one.name!r} can, more slowly" for one in slower if one.why_not(request) is None]
+        return Choice((), "; ".join([refused[-1], *ways_out[:1]]))
+    if impl is not None:
+        return Choice(serving, "it was asked for and takes this device, dtype and head_dim")
+    left_out = REGISTRY[0].left_out(device)
+    return Choice(serving, left_out or "; ".join(["the kernels take this device, dtype and head_dim", *refused]))
 
 
-def _refusal(one: Implementation, request: Request) -> str:
-    """Return the error's text for an implementation that cannot serve."""
-    others = REGISTRY[REGISTRY.index(one) + 1 :]
-    way_out = next((f"; impl={x.name!r} can, more slowly" for x in others if x.why_not(request) is None), "")
-    return f"impl={one.name!r} cannot serve {one.why_not(request)}{way_out}"
+def _placing(run: Run, orders_of: Callable[[Any], tuple[Tensor, ...]]) -> Run:
+    """Return `run` with a last argument, which gives the orders to put the rows of its first results in."""
+    from flashmask_hf.sparse.reorder import put_rows_back
+
+    def run_and_place(*inputs: Any) -> tuple[Tensor, ...]:
+        orders = orders_of(inputs[-1])
+        results = run(*inputs[:-1])
+        return *map(put_rows_back, results, orders), *results[len(orders) :]
+
+    return run_and_place
 
 
 def _without_autocast(compute: Callable[..., Any], problem: Problem) -> Run:
     """Return a pass that runs without autocast: the caller has cast the tensors."""
-    device = problem.q.device.type
 
     def run(*tensors: Any) -> Any:
-        if not torch.is_autocast_enabled(device):
-            return compute(problem, *tensors)
-        with torch.autocast(device, enabled=False):
+        with torch_internals.no_autocast(problem.q.device):
             return compute(problem, *tensors)
 
     return run
