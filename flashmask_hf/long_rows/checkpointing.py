@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -148,14 +149,11 @@ class KeptAttention:
         def checkpoint(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():  # a compiled layer ignores the budget
                 return function(*args, **kwargs)
-            return function(*args, **kwargs, context_fn=self._make_contexts)
+            return function(*args, **kwargs, context_fn=partial(_contexts, self._save_within_limit))
 
         wrapper: Any = checkpoint
         wrapper.owner, wrapper.inner = self, function
         return wrapper
-
-    def _make_contexts(self) -> tuple[Any, Any]:
-        return _contexts(self._save_within_limit)
 
     def _save_within_limit(self, results: Results) -> Saved | None:
         size = sum(x.nbytes for x in results)

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from flashmask_hf._numbers import as_integer
 from flashmask_hf.long_rows.checkpointing import CHECKPOINT_FUNCTION, unwrap_checkpoint_functions
 from flashmask_hf.long_rows.modules import common_module
-from flashmask_hf.long_rows.store import Saved, Store
+from flashmask_hf.long_rows.store import Store
 
 __all__ = ["Offload", "offload_checkpoints"]
 
@@ -156,7 +156,7 @@ def _with_store(checkpoint: Callable[..., Any], store: Store) -> Callable[..., A
         # A compiled backward would load all layers' checkpoints at once.
         if get_eval_frame_callback() not in (None, False):
             raise RuntimeError(_COMPILED)
-        with store.layer() as layer, torch.autograd.graph.saved_tensors_hooks(layer.save, _load):
+        with store.layer():
             return checkpoint(*args, **kwargs)
 
     wrapper: Any = torch.compiler.disable(checkpoint_in_store, recursive=False, reason=_COMPILED)
@@ -168,7 +168,3 @@ _COMPILED = (
     "offload_checkpoints does not work with torch.compile around checkpointed layers; compile modules inside, such as "
     "layer.mlp, or close() the offload"
 )
-
-
-def _load(saved: Saved) -> Tensor:
-    return saved.load()[0]

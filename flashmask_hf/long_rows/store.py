@@ -43,8 +43,7 @@ class Store:
         self.seen_bytes = 0
         self._excluded: set[int] = set()
         self._known: weakref.WeakValueDictionary[tuple, Saved] = weakref.WeakValueDictionary()
-        self._copying: weakref.ref[Saved] | None = None
-        self._last_layer: weakref.ref[Layer] | None = None
+        self._copying = self.first = _nothing  # the latest copy to the host, the last layer's first tensors
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def begin_forward(self, excluded: Iterable[Tensor]) -> None:
@@ -54,12 +53,13 @@ class Store:
         self.pool.trim()
 
     @contextlib.contextmanager
-    def layer(self) -> Iterator[Layer]:
-        """Open a layer, which is `current_layer` inside."""
+    def layer(self) -> Iterator[None]:
+        """Open a layer, which is `current_layer` inside, and saves what autograd saves there."""
         layer = Layer(self)
         token = current_layer.set(layer)
         try:
-            yield layer
+            with torch.autograd.graph.saved_tensors_hooks(layer.save, lambda saved: saved.load()[0]):
+                yield
         finally:
             current_layer.reset(token)
 
@@ -79,8 +79,10 @@ class Store:
         if saved is None:
             self.seen_bytes += size
             saved = self._known[key] = Saved(tensors)
-            self._chain(saved, layer)
-            self._finish_copy()
+            layer.append(saved)
+            copying, self._copying = self._copying(), _nothing
+            if copying is not None:
+                copying.release()  # one copy at a time holds GPU memory
             blocks = self.pool.take(math.ceil(size / BLOCK_BYTES))
             if blocks is not None:
                 saved.move(blocks, self)
@@ -93,23 +95,9 @@ class Store:
             and x.device.type in ("cuda", "cpu")
             and x.is_floating_point()
             and x.numel() > 0
-            and _is_dense(x)
+            and torch.empty_like(x, device="meta").stride() == x.stride()  # dense, in any order of dimensions
             and _address(x) not in self._excluded
         )
-
-    def _chain(self, saved: Saved, layer: Layer) -> None:
-        """Append to the backward's order: last layer first, each from its first tensors."""
-        if not layer.saved:
-            layer.before, self._last_layer = self._last_layer, weakref.ref(layer)
-        saved.layer, saved.index = layer, len(layer.saved)
-        layer.saved.append(weakref.ref(saved))
-
-    def _finish_copy(self) -> None:
-        """Release the tensors of the latest copy to the host: one copy at a time holds GPU memory."""
-        saved = None if self._copying is None else self._copying()
-        if saved is not None:
-            saved.release()
-        self._copying = None
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
         """Return the stream of a GPU's copies."""
@@ -128,17 +116,30 @@ class Store:
             stream.synchronize()
 
 
+def _nothing() -> Saved | None:
+    """Refer to nothing, as a dead reference does."""
+    return None
+
+
 class Layer:
-    """A checkpointed layer's saved tensors, in the order of its backward."""
+    """A checkpointed layer, whose saved tensors are linked in the order of the backward."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self.before: weakref.ref[Layer] | None = None
-        self.saved: list[weakref.ref[Saved]] = []
+        self._before = self._last = _nothing  # the first tensors of the layer before, and the last of this one
 
     def save(self, *tensors: Tensor) -> Saved:
         """Save tensors of one device together."""
         return self._store.save(tensors, self)
+
+    def append(self, saved: Saved) -> None:
+        """Link to the backward's order: last layer first, each from its first tensors."""
+        if self._last is _nothing:
+            self._before, self._store.first = self._store.first, weakref.ref(saved)
+        last, self._last = self._last(), weakref.ref(saved)
+        if last is not None:
+            last.following = self._last
+        saved.following = self._before
 
 
 current_layer: contextvars.ContextVar[Layer | None] = contextvars.ContextVar("current_layer", default=None)
@@ -149,8 +150,7 @@ class Saved:
     """Tensors in a store. Their host memory returns to the pool when the autograd graph dies."""
 
     def __init__(self, tensors: tuple[Tensor, ...]) -> None:
-        self.layer: Layer | None = None
-        self.index = 0
+        self.following = _nothing  # what the backward reads next
         self._tensors: tuple[Tensor, ...] | None = tensors  # on the device; None if on the host only
         self._versions = [x._version for x in tensors]
         self._blocks: list[Block] = []
@@ -163,7 +163,6 @@ class Saved:
         # References keep other storages from these addresses, which identify tensors.
         self._storages = [StorageWeakRef(x.untyped_storage()) for x in self._tensors]
         self._layouts = [(x.shape, x.stride(), x.dtype) for x in self._tensors]
-        self._done: Event | None = None
         self._copies = self._compute = None
         if device.type == "cuda":
             # Autograd runs the layer's backward on this stream, too.
@@ -173,7 +172,7 @@ class Saved:
     def load(self) -> tuple[Tensor, ...]:
         """Return the tensors on their device, and start the copy that the backward reads next."""
         self.fetch()
-        following = self._following()
+        following = self.following()
         if following is not None:
             following.fetch()
         tensors = self._tensors
@@ -202,15 +201,6 @@ class Saved:
             self._wait()
             self._tensors = None
 
-    def _following(self) -> Saved | None:
-        layer = self.layer
-        if layer is None:
-            return None
-        if self.index + 1 < len(layer.saved):
-            return layer.saved[self.index + 1]()
-        before = None if layer.before is None else layer.before()
-        return None if before is None else before.saved[0]()
-
     def _are_changed(self) -> bool:
         return self._tensors is not None and [x._version for x in self._tensors] != self._versions
 
@@ -225,14 +215,14 @@ class Saved:
             for there, here in _pair_up(self._tensors, self._blocks):
                 target, source = (here, there) if to_host else (there, here)
                 target.copy_(source, non_blocking=True)
-        if self._copies is not None:
-            self._done = self._copies.record_event()
+        done = None if self._copies is None else self._copies.record_event()
         for block in self._blocks:
-            block.done = self._done
+            block.done = done
 
     def _wait(self) -> None:
-        if self._compute is not None and self._done is not None:
-            self._compute.wait_event(self._done)
+        done = self._blocks[0].done
+        if self._compute is not None and done is not None:
+            self._compute.wait_event(done)
 
     def __del__(self) -> None:
         if self._blocks:
@@ -335,17 +325,6 @@ def _empty_host_cache() -> None:
     if torch.cuda.is_available():
         empty = getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache  # torch 2.11
         empty()
-
-
-def _is_dense(x: Tensor) -> bool:
-    """Return whether a tensor's elements fill contiguous memory, in any order of dimensions."""
-    filled = 1
-    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
-        if size > 1:
-            if stride != filled:
-                return False
-            filled *= size
-    return True
 
 
 def _address(x: Tensor) -> int:
