@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from flashmask_hf.hf.call import record_documents
-from flashmask_hf.hf.documents import UNBOUNDED, Documents, of_bounds, of_positions
+from flashmask_hf.hf.documents import UNBOUNDED, of_bounds, of_positions
 from flashmask_hf.hf.families import family_of
 from flashmask_hf.hf.layer_mask import TEXT_ONLY, LayerMask, cached_mask, check_hook_result
 from flashmask_hf.hf.merge import check_form, supplied_mask
@@ -33,22 +33,17 @@ def late_mask(
     causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
     if attention_mask is not None:
         check_hook_result(attention_mask)
-    vectors = kwargs.get(VECTORS)
-    if causal and (kwargs.get("position_ids") is not None or kwargs.get("cu_seq_lens_q") is not None):
+    vectors, position_ids = kwargs.get(VECTORS), kwargs.get("position_ids")
+    if causal and (position_ids is not None or kwargs.get("cu_seq_lens_q") is not None):
         record_documents()
-    if vectors is not None:
-        record_documents(supplied=True)
-        check_form(vectors, causal, getattr(module, "config", None))
-        _check_receiver(module, attention_mask, causal)
-        vectors = vectors_of_local_heads(module, vectors, query.shape[1], key.shape[1])
-        _check_fit(vectors, query, key)
-        window = _window_of(module, kwargs)
-        return supplied_mask(vectors, attention_mask, causal, window, kwargs.get("position_ids"))
-    if attention_mask is not None:
-        return LayerMask(
-            _hook_mask(attention_mask, query, key, kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids"))
-        )
-    return LayerMask(_default_mask(query, key, causal, kwargs, implementation))
+    if vectors is None:
+        return LayerMask(_separated_mask(query, key, attention_mask, causal, kwargs, implementation))
+    record_documents(supplied=True)
+    check_form(vectors, causal, getattr(module, "config", None))
+    _check_receiver(module, attention_mask, causal)
+    vectors = vectors_of_local_heads(module, vectors, query.shape[1], key.shape[1])
+    _check_fit(vectors, query, key)
+    return supplied_mask(vectors, attention_mask, causal, _window_of(module, kwargs), position_ids)
 
 
 def _check_receiver(module: nn.Module, attention_mask: Tensor | None, causal: bool) -> None:
@@ -101,90 +96,65 @@ def _window_of(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
     return config.sliding_window if layer_type in (None, "sliding_attention") else None
 
 
-def _hook_mask(
-    attention_mask: Tensor, query: Tensor, key: Tensor, cu_seq_lens: Tensor | None, position_ids: Tensor | None
+def _separated_mask(
+    query: Tensor, key: Tensor, hooked: Tensor | None, causal: bool, kwargs: dict[str, Any], implementation: str
 ) -> FlashMask:
-    """Return the mask of the hook's columns, with documents separated by `cu_seq_lens` or, without it, by positions.
+    """Return the mask of the hook's columns, else of causality and window, with documents kept apart.
 
-    `cu_seq_lens` is read as in FlashAttention.
+    `cu_seq_lens_q` of several documents is read as in FlashAttention. Else a causal mask reads `position_ids` of all
+    keys, [B or 1, Skv]: engines of sequence parallelism gather positions, but drop masks.
     """
     batch, _, q_len, _ = query.shape
-    kv_len = key.shape[2]
-    if attention_mask.shape[3] != kv_len or not is_one_of(attention_mask.shape[0], 1, batch):
-        raise ValueError(
-            f"attention_mask has batch {attention_mask.shape[0]} and {attention_mask.shape[3]} key columns, but this "
-            f"layer has batch {batch} and {kv_len} keys; pass a 2D attention_mask that covers cache and new tokens"
-        )
-    causal = attention_mask.shape[2] == 1
-    columns = attention_mask.detach().transpose(2, 3)
-
-    def separated(documents: Documents) -> FlashMask:
-        return FlashMask(torch.minimum(columns, documents.end[:, None, :, None].to(torch.int32)), causal=True)
-
-    if cu_seq_lens is not None and cu_seq_lens.shape[0] > 2:
-        if batch != 1 or q_len != kv_len or not causal:
-            raise NotImplementedError(
-                f"cu_seq_lens_q of several documents is implemented for one causal row without a cache, got batch "
-                f"{batch}, {q_len} queries and {kv_len} keys; flatten the batch into one row, or pass {VECTORS}"
+    kv_len, window, bounds = key.shape[2], kwargs.get("sliding_window"), kwargs.get("cu_seq_lens_q")
+    if hooked is not None:
+        if hooked.shape[3] != kv_len or not is_one_of(hooked.shape[0], 1, batch):
+            raise ValueError(
+                f"attention_mask has batch {hooked.shape[0]} and {hooked.shape[3]} key columns, but this layer has "
+                f"batch {batch} and {kv_len} keys; pass a 2D attention_mask that covers cache and new tokens"
             )
-
-        bounds = cu_seq_lens
-        return cached_mask((attention_mask, bounds), ("cu_seq_lens",), lambda: separated(of_bounds(bounds, kv_len)))
-    positions = _positions_of_keys(position_ids, key) if causal else None
-    if positions is None:
-        return cached_mask((attention_mask,), ("hook",), lambda: FlashMask(columns.contiguous(), causal))
-
-    return cached_mask(
-        (attention_mask, positions),
-        ("positions",),
-        lambda: separated(of_positions(positions, columns[:, 0, :, 0] > 0)),
-    )
-
-
-def _positions_of_keys(position_ids: Tensor | None, key: Tensor) -> Tensor | None:
-    """Return `position_ids` if they cover all keys, [B or 1, Skv], else None."""
-    batch, _, kv_len, _ = key.shape
-    if position_ids is None or position_ids.shape not in ((1, kv_len), (batch, kv_len)):
-        return None
-    return position_ids
-
-
-def _default_mask(query: Tensor, key: Tensor, causal: bool, kwargs: dict[str, Any], implementation: str) -> FlashMask:
-    """Return the mask of a layer for which no hook ran: causal (bottom-right aligned) or full.
-
-    A causal mask keeps documents apart by `position_ids` of all keys, [B or 1, Skv]: engines of sequence parallelism
-    gather positions, but drop masks.
-    """
-    window = kwargs.get("sliding_window")
-    if window is not None and not causal:
+        causal, window = hooked.shape[2] == 1, None  # the hook's columns have the window
+    elif window is not None and not causal:
         raise NotImplementedError(
             f"sliding_window={window} on a layer that is not causal is not implemented by "
             f"attn_implementation='{implementation}'; use attn_implementation='sdpa' for this model"
         )
-    cu_seq_lens = kwargs.get("cu_seq_lens_q")
-    if cu_seq_lens is not None and cu_seq_lens.shape[0] > 2:
+    marks = kwargs.get("position_ids") if causal else None
+    if marks is not None and marks.shape not in ((1, kv_len), (batch, kv_len)):
+        marks = None
+    by_bounds = bounds is not None and bounds.shape[0] > 2
+    if by_bounds and hooked is None:
         raise NotImplementedError(
             "cu_seq_lens_q of several sequences is not implemented for a layer without a mask; use "
             "attn_implementation='sdpa' for this part of the model, for example {'vision_config': 'sdpa'}"
         )
-    q_len, kv_len, device = query.shape[2], key.shape[2], query.device
-    positions = _positions_of_keys(kwargs.get("position_ids"), key) if causal else None
+    if by_bounds and not (batch == 1 and q_len == kv_len and causal):
+        raise NotImplementedError(
+            f"cu_seq_lens_q of several documents is implemented for one causal row without a cache, got batch "
+            f"{batch}, {q_len} queries and {kv_len} keys; flatten the batch into one row, or pass {VECTORS}"
+        )
+    marks = bounds if by_bounds else marks
 
     def build() -> FlashMask:
-        row = torch.arange(kv_len, device=device, dtype=torch.int32) + (q_len - kv_len)
-        if causal:
-            end = torch.full_like(row, q_len) if window is None else (row + min(window, UNBOUNDED)).clamp(0, q_len)
-            end = end[None]
-            if positions is not None:
-                document_end = of_positions(positions, None).end + (q_len - kv_len)
-                end = torch.minimum(end, document_end.clamp(min=0).to(torch.int32))
-            return FlashMask(end[:, None, :, None], causal=True)
-        return FlashMask(
-            torch.stack([torch.full_like(row, q_len), torch.zeros_like(row)], -1)[None, None], causal=False
-        )
+        columns = _default_columns(query, kv_len, causal, window) if hooked is None else hooked.detach()
+        if marks is not None:
+            real = None if hooked is None else columns[:, 0, 0] > 0
+            end = (of_bounds(marks, kv_len) if by_bounds else of_positions(marks, real)).end + (q_len - kv_len)
+            columns = torch.minimum(columns, end.clamp(min=0).to(torch.int32)[:, None, None])
+        return FlashMask(columns.transpose(2, 3).contiguous(), causal)
 
+    sources = tuple(x for x in (hooked, marks) if x is not None)
+    if hooked is not None:
+        return cached_mask(sources, ("hooked", by_bounds, marks is None), build)
     # Fake tensors have fake masks, and a CUDA graph's mask is in the graph's memory: neither may be cached.
     if type(query) is not Tensor or torch.compiler.is_compiling() or is_capturing(query):
         return build()
-    variant = ("default", q_len, kv_len, causal, window, device, stream_of(query))
-    return cached_mask(() if positions is None else (positions,), variant, build, per_forward=positions is None)
+    variant = ("default", q_len, kv_len, causal, window, query.device, stream_of(query))
+    return cached_mask(sources, variant, build, per_forward=marks is None)
+
+
+def _default_columns(query: Tensor, kv_len: int, causal: bool, window: int | None) -> Tensor:
+    """Return LTS [1, 1, 1, Skv] of a causal mask, aligned at the bottom right, or LTS and UTE of a full mask."""
+    q_len = query.shape[2]
+    row = torch.arange(kv_len, device=query.device, dtype=torch.int32) + (q_len - kv_len)
+    last = torch.full_like(row, q_len) if window is None else (row + min(window, UNBOUNDED)).clamp(0, q_len)
+    return torch.stack([last] if causal else [last, torch.zeros_like(row)])[None, None]

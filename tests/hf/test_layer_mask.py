@@ -25,7 +25,8 @@ from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 from transformers.masking_utils import bidirectional_mask_function
 
 from flashmask_hf import FlashMask, flashmask_attention, masks
-from flashmask_hf.hf import late, layer_mask, merge
+from flashmask_hf.hf import layer_mask, merge
+from flashmask_hf.hf.late import late_mask
 from flashmask_hf.hf.mask_hook import mask_hook
 
 
@@ -342,7 +343,7 @@ def test_cu_seq_lens_that_cannot_be_honoured_are_refused():
 def test_cu_seq_lens_are_documents(dtype):
     query, edges = torch.randn(1, 2, 8, 8), torch.tensor([0, 3, 6], dtype=dtype)
     columns = mask_hook(batch_size=1, q_length=8, kv_length=8)
-    mask = late._hook_mask(columns, query, query, edges, None)
+    mask = late_mask(torch.nn.Module(), query, query, columns, dict(cu_seq_lens_q=edges)).mask
     assert torch.equal(mask.indices, masks.causal_document([3, 3, 2]).indices)
 
 
@@ -376,20 +377,20 @@ def test_four_columns_are_laid_out_for_the_decoding_kernel_once():
     """It would copy them in every layer."""
     columns = mask_hook(batch_size=1, q_length=1, q_offset=torch.tensor(3), kv_length=6)
     query, key = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 6, 8)
-    mask = late._hook_mask(columns, query, key, None, None)
+    mask = late_mask(torch.nn.Module(), query, key, columns, {}).mask
     assert mask.indices.shape == (1, 1, 6, 4)
     assert mask.indices.is_contiguous()
 
 
 def test_masks_of_layers_do_not_wait_for_the_device():
     vectors, edges = masks.causal_document([3, 3]).indices, torch.tensor([0, 3, 6], dtype=torch.int32)
-    query = torch.randn(1, 2, 6, 8)
+    query, module = torch.randn(1, 2, 6, 8), torch.nn.Module()
     with NoSynchronization():
         columns = mask_hook(batch_size=1, q_length=6, kv_length=6)
-        late._hook_mask(columns, query, query, edges, None)
+        late_mask(module, query, query, columns, dict(cu_seq_lens_q=edges))
         merge.supplied_mask(vectors, columns, True, None, None)
         merge.supplied_mask(vectors, columns, True, 2, None)
-        late._default_mask(query, query, True, dict(sliding_window=3), "flashmask")
+        late_mask(module, query, query, None, dict(sliding_window=3))
 
 
 IMAGE = 40
