@@ -9,14 +9,14 @@ For a causal window of 4 tokens:
     def window(b, h, q, k):
         return (k > q - 4) & (k <= q)
 
-    q, k            _Index           symbols of the positions of queries and keys
-    q - 4           _Index           the same with shift -4
-    k > q - 4       _Distance > 0    k - q + 4, compared with an integer, gives Rows(hi=4)
+    q, k            _Number          symbols of the positions of queries and keys
+    q - 4           _Number          the same with shift -4
+    k > q - 4       _Number >= 1     k - q + 4, compared with an integer, gives Rows(hi=4)
     k <= q          Rows(lo=0)
     ... & ...       Rows(lo=0, hi=4)
 
 The hook clamps the rows to 0..S and writes them as mask indices: LTS = min(k + 4, S). A table lookup `ids[b, q]` gives
-an `_Index` with a table, `ids[b, q] == ids[b, k]` an `_Ids`, and `k // 8 == q // 8` the rows of a chunk.
+a `_Number` with a table, `ids[b, q] == ids[b, k]` an `_Ids`, and `k // 8 == q // 8` the rows of a chunk.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def trace(mask_function: Callable[..., Any], context: TraceContext) -> Rows | No
     Raises:
         RuntimeError: tables that the function looks into do not fit into intervals (a device-side check).
     """
-    batch, head, query, key = (_Index(context, of) for of in "bhqk")
+    batch, head, query, key = (_Number(context, of) for of in "bhqk")
     try:
         with _TableLookups():
             visible = mask_function(batch, head, query, key).rows()
@@ -84,9 +84,9 @@ class _TableLookups(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__getitem__:
             table, index = args
-            if isinstance(index, _Index):
+            if isinstance(index, _Number):
                 return index.look_up(table, "b")
-            if isinstance(index, tuple) and len(index) == 2 and isinstance(index[1], _Index):
+            if isinstance(index, tuple) and len(index) == 2 and isinstance(index[1], _Number):
                 index[0].look_up(table, "b")
                 return index[1].look_up(table, "qk")
         return func(*args, **(kwargs or {}))
@@ -123,15 +123,23 @@ class _Symbol:
     __hash__ = None  # type: ignore[assignment]
 
 
-class _Index(_Symbol):
-    """An index, or its value in a table, plus `shift`, less `origin`, divided by `size`.
+class _Nothing(_Symbol):
+    """A mask that hides every pair, to which others are added."""
+
+    def __or__(self, other: Any) -> Any:
+        return other
+
+
+class _Number(_Symbol):
+    """An index, its value in a table, or a distance, plus `shift`, less `origin`, divided by `size`.
 
     A table with which the function calculates is assumed to hold positions in documents, which count on by one;
     `Rows` asserts it.
 
     Args:
         context: the trace's.
-        of: "b" for the batch entry's index, "h" for the head's, "q" for the query's, "k" for the key's.
+        of: "b" for the batch entry's index, "h" for the head's, "q" for the query's, "k" for the key's, "q-k" or "k-q"
+            for a distance of query and key.
         table: int [B], of the batch entry, or [B, S]; or None for the index itself.
         shift: number that is added.
         origin: int [B], or None.
@@ -150,54 +158,67 @@ class _Index(_Symbol):
         super().__init__(context)
         self.of, self.table, self.shift, self.origin, self.size = of, table, shift, origin, size
 
-    def new_ones(self, *_: Any, **__: Any) -> _Constant:
-        return _Constant(self.context, True)
+    def new_ones(self, *_: Any, **__: Any) -> Rows:
+        return Rows(self.context)
 
-    def new_zeros(self, *_: Any, **__: Any) -> _Constant:
-        return _Constant(self.context, False)
+    def new_zeros(self, *_: Any, **__: Any) -> _Nothing:
+        return _Nothing(self.context)
 
-    def look_up(self, table: Tensor, of: str) -> _Index:
+    def look_up(self, table: Tensor, of: str) -> _Number:
         """Return the value of a table at this index, which must be one that `of` names."""
         is_index = self.of in of and self.table is None and not self.size and self.origin is None and self.shift == 0
         if not is_index or table.shape[0] != self.context.batch_size or table.dtype not in (torch.int64, torch.int32):
             raise _Untraceable
-        return _Index(self.context, self.of, table)
+        return _Number(self.context, self.of, table)
 
-    def __add__(self, other: Any) -> _Index:
-        self.require_position()
-        return _Index(self.context, self.of, self.table, self.shift + _integer(other), self.origin)
+    def __add__(self, other: Any) -> _Number:
+        self.require_place()
+        return _Number(self.context, self.of, self.table, self.shift + _integer(other), self.origin)
 
-    def __sub__(self, other: Any) -> Any:
-        if not isinstance(other, _Index):
+    def __sub__(self, other: Any) -> _Number:
+        """Return the number less an integer, an origin, or its counterpart, from which an origin of both cancels."""
+        if not isinstance(other, _Number):
             return self + -_integer(other)
-        if other.of != "b":
-            return self.distance_to(other)
-        self.require_position()
-        if other.table is None or self.origin is not None:
+        self.require_place()
+        if other.of == "b" and other.table is not None and self.of in "qk" and self.origin is None:
+            return _Number(self.context, self.of, self.table, self.shift, other.table)
+        self.require_counterpart(other)
+        return _Number(self.context, f"{self.of}-{other.of}", self.table, self.shift - other.shift)
+
+    def __neg__(self) -> _Number:
+        if "-" not in self.of:
             raise _Untraceable
-        return _Index(self.context, self.of, self.table, self.shift, other.table)
+        return _Number(self.context, self.of[::-1], self.table, -self.shift)
 
-    def __floordiv__(self, size: Any) -> _Index:
-        self.require_position()
-        if _integer(size) <= 0:
+    def __abs__(self) -> _Magnitude:
+        return _Magnitude(self)
+
+    def __floordiv__(self, size: Any) -> _Number:
+        self.require_place()
+        if self.of not in "qk" or _integer(size) <= 0:
             raise _Untraceable
-        return _Index(self.context, self.of, self.table, self.shift, self.origin, size)
-
-    def __le__(self, other: Any) -> Any:
-        return self.distance_to(other) <= 0
-
-    def __lt__(self, other: Any) -> Any:
-        return self.distance_to(other) < 0
-
-    def __gt__(self, other: Any) -> Any:
-        return self.distance_to(other) > 0
+        return _Number(self.context, self.of, self.table, self.shift, self.origin, size)
 
     def __ge__(self, other: Any) -> Any:
-        if not isinstance(other, int):
-            return self.distance_to(other) >= 0
-        if other != 0 or self.of not in "qk" or self.origin is not None or self.size or self.shift != 0:
+        if isinstance(other, _Number):
+            return self - other >= 0
+        least = _integer(other) - self.shift
+        if self.of == "q-k":
+            return Rows(self.context, lo=least, positions=self.table)
+        if self.of == "k-q":
+            return Rows(self.context, hi=1 - least, positions=self.table)
+        if least != 0 or self.of not in "qk" or self.origin is not None or self.size or self.shift != 0:
             raise _Untraceable
-        return _Constant(self.context, True) if self.table is None else _Ids(self.context, self.table, "numbered")
+        return Rows(self.context) if self.table is None else _Ids(self.context, self.table, "numbered")
+
+    def __gt__(self, other: Any) -> Any:
+        return self >= other + 1
+
+    def __le__(self, other: Any) -> Any:
+        return other - self >= 0 if isinstance(other, _Number) else -self >= -_integer(other)
+
+    def __lt__(self, other: Any) -> Any:
+        return self <= other - 1
 
     def __eq__(self, other: Any) -> Any:
         self.require_counterpart(other)
@@ -213,23 +234,31 @@ class _Index(_Symbol):
         start = (position - first).div(self.size, rounding_mode="floor") * self.size + first + (key - position)
         return Rows(self.context, start=start, end=start + self.size, positions=self.table)
 
-    def distance_to(self, other: Any) -> _Distance:
-        """Return the position less the counterpart's position, from which an origin of both cancels."""
-        self.require_position()
-        self.require_counterpart(other)
-        return _Distance(self.context, self.of == "q", self.shift - other.shift, self.table)
-
-    def require_position(self) -> None:
-        """Raise unless it is a position of a query or key, in its row or its document."""
-        if self.of not in "qk" or self.size or (self.table is not None and not self.context.has_documents):
+    def require_place(self) -> None:
+        """Raise unless it is a position of a query or key, in its row or its document, or a distance."""
+        if self.of in "bh" or self.size or (self.table is not None and not self.context.has_documents):
             raise _Untraceable
 
     def require_counterpart(self, other: Any) -> None:
         """Raise unless one is of queries, the other of keys, and both are counted in the same way."""
-        if not isinstance(other, _Index) or {self.of, other.of} != {"q", "k"}:
+        if not isinstance(other, _Number) or {self.of, other.of} != {"q", "k"}:
             raise _Untraceable
         if other.table is not self.table or other.origin is not self.origin or other.size != self.size:
             raise _Untraceable
+
+
+class _Magnitude(_Symbol):
+    """The absolute value of a distance."""
+
+    def __init__(self, distance: _Number):
+        super().__init__(distance.context)
+        self.distance = distance
+
+    def __le__(self, other: Any) -> Rows:
+        return (self.distance <= _integer(other)) & (-self.distance <= other)
+
+    def __lt__(self, other: Any) -> Rows:
+        return self <= _integer(other) - 1
 
 
 def _integer(number: Any) -> int:
@@ -237,46 +266,6 @@ def _integer(number: Any) -> int:
     if not isinstance(number, int):
         raise _Untraceable
     return number
-
-
-class _Distance(_Symbol):
-    """The query's position less the key's (`query_first`), or its negative, plus a shift; or the `absolute` value."""
-
-    def __init__(
-        self,
-        context: TraceContext,
-        query_first: bool,
-        shift: int,
-        positions: Tensor | None,
-        absolute: bool = False,
-    ):
-        super().__init__(context)
-        self.query_first, self.shift, self.positions, self.absolute = query_first, shift, positions, absolute
-
-    def __le__(self, other: Any) -> Rows:
-        if self.absolute:
-            signed = _Distance(self.context, self.query_first, self.shift, self.positions)
-            return (signed <= other) & (signed >= -_integer(other))
-        most = _integer(other) - self.shift
-        lo, hi = (None, most + 1) if self.query_first else (-most, None)
-        return Rows(self.context, lo, hi, positions=self.positions)
-
-    def __ge__(self, other: Any) -> Rows:
-        return -self <= -_integer(other)
-
-    def __lt__(self, other: Any) -> Rows:
-        return self <= _integer(other) - 1
-
-    def __gt__(self, other: Any) -> Rows:
-        return self >= _integer(other) + 1
-
-    def __neg__(self) -> _Distance:
-        if self.absolute:
-            raise _Untraceable
-        return _Distance(self.context, not self.query_first, -self.shift, self.positions)
-
-    def __abs__(self) -> _Distance:
-        return _Distance(self.context, self.query_first, self.shift, self.positions, absolute=True)
 
 
 class _Ids(_Symbol):
@@ -307,25 +296,6 @@ class _Ids(_Symbol):
         self.context.require(firsts[:, 1:] != firsts[:, :-1], violation)
         start, end = torch.where(ids >= 0, start, UNBOUNDED), torch.where(ids >= 0, end, -UNBOUNDED)
         return Rows(self.context, start=start[:, key], end=end[:, key])
-
-
-class _Constant(_Symbol):
-    """True or False for every query and key."""
-
-    def __init__(self, context: TraceContext, value: bool):
-        super().__init__(context)
-        self.value = value
-
-    def __and__(self, other: Any) -> Any:
-        return other if self.value else self
-
-    def __or__(self, other: Any) -> Any:
-        return self if self.value else other
-
-    def rows(self) -> Rows:
-        if not self.value:
-            raise _Untraceable
-        return Rows(self.context)
 
 
 class Rows(_Symbol):
@@ -362,6 +332,10 @@ class Rows(_Symbol):
         """Return itself."""
         return self
 
+    def shows_all(self) -> bool:
+        """Return whether nothing limits the queries."""
+        return self.lo is None and self.hi is None and self.start is None
+
     def starts_at_key(self) -> bool:
         """Return whether the first query of each key is at the key's own position."""
         return self.lo == 0 and self.holds_key()
@@ -390,8 +364,8 @@ class Rows(_Symbol):
         return end if self.end is None else torch.minimum(end, self.end)
 
     def __and__(self, other: Any) -> Any:
-        if isinstance(other, _Constant):
-            return other & self
+        if self.shows_all():
+            return other
         other = other.rows()
         joined = other.joined if self.joined is None else self.joined
         positions = other.positions if self.positions is None else self.positions
@@ -413,9 +387,11 @@ class Rows(_Symbol):
         )
 
     def __or__(self, other: Any) -> Any:
-        if isinstance(other, _Constant):
-            return other | self
+        if self.shows_all() or isinstance(other, _Nothing):
+            return self
         rows = other.rows()
+        if rows.shows_all():
+            return rows
         if not self.holds_key() or not rows.holds_key() or rows.positions is not self.positions:
             raise _Untraceable
         start, end = torch.minimum(self.first(), rows.first()), torch.maximum(self.last(), rows.last())
