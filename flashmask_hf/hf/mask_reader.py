@@ -22,7 +22,8 @@ a `_Number` with a table, `ids[b, q] == ids[b, k]` an `_Ids`, and `k // 8 == q /
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -53,20 +54,28 @@ def trace(mask_function: Callable[..., Any], context: TraceContext) -> Rows | No
     return visible
 
 
+@dataclass(eq=False)
 class TraceContext:
     """State of one trace: the keys, and the assertions on tables.
 
-    Args:
+    Attributes:
         batch_size: number of batch entries, B.
         key_positions: int64 [Skv].
         same_tokens: whether queries and keys are the same tokens.
         is_custom: whether the function is a caller's own, for which transformers asks for vmap.
+        assertions: bool [] and the message where it is False.
     """
 
-    def __init__(self, batch_size: int, key_positions: Tensor, same_tokens: bool, is_custom: bool):
-        self.batch_size, self.key_positions, self.is_custom = batch_size, key_positions, is_custom
-        self.has_documents = same_tokens and not is_custom  # in tables, or positions in documents
-        self.assertions: list[tuple[Tensor, str]] = []  # bool [], and the message where it is False
+    batch_size: int
+    key_positions: Tensor
+    same_tokens: bool
+    is_custom: bool
+    assertions: list[tuple[Tensor, str]] = field(default_factory=list)
+
+    @property
+    def has_documents(self) -> bool:
+        """Whether tables hold documents, or positions in documents."""
+        return self.same_tokens and not self.is_custom
 
     def require(self, condition: Tensor, violation: str) -> None:
         """Assert on the device that `condition` holds throughout, once the trace has succeeded."""
@@ -92,13 +101,12 @@ class _TableLookups(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@dataclass(eq=False)
 class _Symbol:
     """Symbol of an index tensor, or of a value computed from one."""
 
-    device = None
-
-    def __init__(self, context: TraceContext):
-        self.context = context
+    context: TraceContext
+    device: ClassVar[None] = None
 
     def rows(self) -> Rows:
         """Return the symbol as a mask."""
@@ -130,13 +138,14 @@ class _Nothing(_Symbol):
         return other
 
 
+@dataclass(eq=False)
 class _Number(_Symbol):
     """An index, its value in a table, or a distance, plus `shift`, less `origin`, divided by `size`.
 
     A table with which the function calculates is assumed to hold positions in documents, which count on by one;
     `Rows` asserts it.
 
-    Args:
+    Attributes:
         context: the trace's.
         of: "b" for the batch entry's index, "h" for the head's, "q" for the query's, "k" for the key's, "q-k" or "k-q"
             for a distance of query and key.
@@ -146,17 +155,11 @@ class _Number(_Symbol):
         size: length of the chunks in which positions are counted; 0 for the positions themselves.
     """
 
-    def __init__(
-        self,
-        context: TraceContext,
-        of: str,
-        table: Tensor | None = None,
-        shift: int = 0,
-        origin: Tensor | None = None,
-        size: int = 0,
-    ):
-        super().__init__(context)
-        self.of, self.table, self.shift, self.origin, self.size = of, table, shift, origin, size
+    of: str
+    table: Tensor | None = None
+    shift: int = 0
+    origin: Tensor | None = None
+    size: int = 0
 
     def new_ones(self, *_: Any, **__: Any) -> Rows:
         return Rows(self.context)
@@ -191,7 +194,7 @@ class _Number(_Symbol):
         return _Number(self.context, self.of[::-1], self.table, -self.shift)
 
     def __abs__(self) -> _Magnitude:
-        return _Magnitude(self)
+        return _Magnitude(self.context, self)
 
     def __floordiv__(self, size: Any) -> _Number:
         self.require_place()
@@ -247,12 +250,11 @@ class _Number(_Symbol):
             raise _Untraceable
 
 
+@dataclass(eq=False)
 class _Magnitude(_Symbol):
     """The absolute value of a distance."""
 
-    def __init__(self, distance: _Number):
-        super().__init__(distance.context)
-        self.distance = distance
+    distance: _Number
 
     def __le__(self, other: Any) -> Rows:
         return (self.distance <= _integer(other)) & (-self.distance <= other)
@@ -268,12 +270,12 @@ def _integer(number: Any) -> int:
     return number
 
 
+@dataclass(eq=False)
 class _Ids(_Symbol):
     """A condition on values of a table [B, S]: "equal" at query and key, "numbered" (0 or more), or both, "blocks"."""
 
-    def __init__(self, context: TraceContext, table: Tensor, kind: str):
-        super().__init__(context)
-        self.table, self.kind = table, kind
+    table: Tensor
+    kind: str
 
     def __and__(self, other: Any) -> Any:
         if isinstance(other, _Ids) and other.table is self.table and (self.kind, other.kind) == ("equal", "numbered"):
@@ -298,10 +300,11 @@ class _Ids(_Symbol):
         return Rows(self.context, start=start[:, key], end=end[:, key])
 
 
+@dataclass(eq=False)
 class Rows(_Symbol):
     """The queries that see each key: lo <= query - key < hi, and start <= query < end. None is no limit.
 
-    Args:
+    Attributes:
         context: the trace's.
         lo: least distance.
         hi: one past the largest distance.
@@ -313,20 +316,13 @@ class Rows(_Symbol):
         positions: int [B, S], or None: the queries are right only as far as these count on by one.
     """
 
-    def __init__(
-        self,
-        context: TraceContext,
-        lo: int | None = None,
-        hi: int | None = None,
-        start: Tensor | None = None,
-        end: Tensor | None = None,
-        distances: tuple[int | None, int | None] | None = None,
-        joined: Tensor | None = None,
-        positions: Tensor | None = None,
-    ):
-        super().__init__(context)
-        self.lo, self.hi, self.start, self.end, self.distances = lo, hi, start, end, distances
-        self.joined, self.positions = joined, positions
+    lo: int | None = None
+    hi: int | None = None
+    start: Tensor | None = None
+    end: Tensor | None = None
+    distances: tuple[int | None, int | None] | None = None
+    joined: Tensor | None = None
+    positions: Tensor | None = None
 
     def rows(self) -> Rows:
         """Return itself."""
