@@ -2,7 +2,7 @@
 
 A model call passes through the modules in this order:
 
-    guard           makes one `Call` of the arguments (`call`, with its `documents`), and runs:
+    patches         makes one `Call` of the arguments (`call`, with its `documents`), and runs:
       rewrites        changes of arguments: packed rows, axes and numbers of positions, boundaries for recurrent kernels
       checks/         rules that raise, before the call or after it
     mask_hook       transformers asks once per kind of layers: a mask function, joined with the call's documents or

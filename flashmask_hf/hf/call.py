@@ -42,6 +42,7 @@ class Call:
         get: returns an argument by name, or None.
         indices: the caller's mask indices, unchecked.
         tokens: the input_ids [B, S], else the inputs_embeds [B, S, D], or None.
+        positions: positions of the tokens in their documents, [B or 1, S], of whatever axes were given, or None.
         outer: the call of the model that this one is a submodel of.
         reads: number of masks and attention layers that read the document boundaries, with submodels.
         supplied: number of attention layers that received the mask of the call, or its mask indices.
@@ -52,15 +53,16 @@ class Call:
         self.implementation = model.config._attn_implementation
         self.is_ours = self.implementation in NAMES
         self.args, self.kwargs = args, kwargs
-        self.state: ModelState = state_of(model)
         self.named = named_arguments(model, args, kwargs)
         self.get = self.named.get
         self.indices: Any = self.named.get(VECTORS)
         tokens = self.named.get("input_ids")
         tokens = self.named.get("inputs_embeds") if tokens is None else tokens
         self.tokens: Any = tokens if isinstance(tokens, Tensor) and tokens.dim() > 1 else None
+        self.positions = self._find_positions()
         self.reads = self.supplied = 0
         self._documents: Any = False
+        self.state: ModelState = state_of(model)
 
     def changed(self, named: dict[str, Any]) -> Call:
         """Return the same call with other arguments."""
@@ -75,16 +77,6 @@ class Call:
     def name(self) -> str:
         """The name of the model's class."""
         return type(self.model).__name__
-
-    @property
-    def positions(self) -> Tensor | None:
-        """Positions of the tokens in their documents, [B or 1, S], of whatever axes were given."""
-        found, tokens = self.tensor("position_ids"), self.tokens
-        if found is None or found.dim() not in (2, 3) or (tokens is not None and found.shape[-1] != tokens.shape[1]):
-            return None
-        if found.dim() == 2:
-            return found
-        return found[0] if found.shape[0] == 4 or self.indices is not None else count_axes(found)
 
     @property
     def bounds(self) -> Tensor | None:
@@ -106,6 +98,14 @@ class Call:
         if self._documents is False:
             self._documents = self._find_documents()
         return self._documents
+
+    def _find_positions(self) -> Tensor | None:
+        found, tokens = self.tensor("position_ids"), self.tokens
+        if found is None or found.dim() not in (2, 3) or (tokens is not None and found.shape[-1] != tokens.shape[1]):
+            return None
+        if found.dim() == 2:
+            return found
+        return found[0] if found.shape[0] == 4 or self.indices is not None else count_axes(found)
 
     def _find_documents(self) -> Documents | None:
         tokens, outer = self.tokens, self.outer

@@ -90,11 +90,12 @@ def cached_mask(
         return build()  # a compiler merges equal plans, and a transform's tensors are its own
     if any(type(x) is not Tensor for x in sources):
         return build()
+    stream = stream_of(sources[0]) if sources else None
     if not per_forward and (is_capturing(sources[0]) or any(x.is_inference() for x in sources)):
         return build()
     inference = torch.is_inference_mode_enabled()  # autograd cannot save tensors made there
     memory = tuple((x.data_ptr(), x.shape, x.stride(), x.dtype) for x in sources)
-    key = (memory[:1], variant, stream_of(sources[0]) if sources else None, inference)
+    key = (memory[:1], variant, stream, inference)
     state = (memory[1:], tuple(0 if x.is_inference() else x._version for x in sources))
     entry = _entries.get(key)
     if entry is not None and entry.state == state:

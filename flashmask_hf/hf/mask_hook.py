@@ -84,7 +84,8 @@ def mask_hook(
     implementation = getattr(config, "_attn_implementation", None) or FLASHMASK
     if not torch.compiler.is_compiling():
         refuse_unsupported(type(config), implementation)
-    check_window(kwargs.get("local_size"))  # not every model hands its window to its layers
+    if kwargs.get("local_size") is not None:  # not every model hands its window to its layers
+        check_window(kwargs["local_size"])
     same_tokens = q_length == kv_length and not isinstance(q_offset, Tensor) and q_offset == kv_offset == 0
     key_positions = torch.arange(kv_length, device=device) + kv_offset
     documents = None
@@ -99,7 +100,9 @@ def mask_hook(
     if call is not None and active_split(q_length, call.indices) is not None:
         call = None  # shards of rows, whose layers exchange the others
     if call is not None and call.indices is not None:
-        rows = _supplied_rows(call, visible, attention_mask, device) if same_tokens else None
+        rows = None
+        if same_tokens and visible is not None and span is not None:
+            rows = _supplied_rows(call, visible, span, attention_mask, device)
         if rows is not None:
             record_documents()
             return rows
@@ -135,37 +138,33 @@ def mask_hook(
     else:
         ends_together = not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length
         columns = _columns_of(visible, kv_length, q_length, q_offset, causal=visible.starts_at_key() and ends_together)
-    columns = columns.to(torch.int32)
-    if attention_mask is not None:
-        columns = _hide_padding(columns, attention_mask, q_length, kv_offset)
+    columns = _hide_padding(columns, attention_mask, q_length, kv_offset)
     if call is None:
-        return columns[:, None]
-    indices = columns[:, None].transpose(2, 3).contiguous()
+        return columns
+    indices = columns.transpose(2, 3).contiguous()
     return marked_rows(LayerMask(FlashMask(indices, causal=indices.shape[3] == 1)))
 
 
-def _supplied_rows(call: Call, visible: Rows | None, padding: Tensor | None, device: Any) -> Tensor | None:
-    """Return the caller's mask indices in the window of one kind of layers, as marked rows.
+def _supplied_rows(
+    call: Call, visible: Rows, span: tuple[int | None, int | None], padding: Tensor | None, device: Any
+) -> Tensor | None:
+    """Return the caller's mask indices in the window of one kind of layers, `span`, as marked rows.
 
-    Returns None, so that the layers read them, for a form, row or mask function that this cannot join.
+    Returns None, so that the layers read them, for a form, row or window that this cannot join.
     """
     indices = call.indices
     if not isinstance(indices, Tensor) or indices.dtype != torch.int32 or indices.dim() != 4 or indices.is_meta:
         return None
-    span = None if visible is None else visible.span()
-    if visible is None or span is None or indices.shape[2] != call.tokens.shape[1]:
-        return None
     lo, window = span
-    causal, positions, hooked = lo == 0, call.positions, None
-    if not causal and (None if lo is None else 1 - lo) != window:
+    causal, hooked = lo == 0, None
+    if indices.shape[2] != call.tokens.shape[1] or (not causal and (None if lo is None else 1 - lo) != window):
         return None
     check_form(indices, causal, call.config)
     if padding is not None or visible.distances is not None:
         length = indices.shape[2]
-        columns = _columns_of(visible, length, length, 0, causal=visible.starts_at_key()).to(torch.int32)
-        hooked = columns if padding is None else _hide_padding(columns, padding, length, 0)
-        hooked = hooked[:, None]
-    return supplied_mask(indices.to(device), hooked, causal, window, positions, marked_rows)
+        columns = _columns_of(visible, length, length, 0, causal=visible.starts_at_key())
+        hooked = _hide_padding(columns, padding, length, 0)
+    return supplied_mask(indices.to(device), hooked, causal, window, call.positions, marked_rows)
 
 
 def _columns_of(visible: Rows, kv_length: int, q_length: int, q_offset: int | Tensor, *, causal: bool) -> Tensor:
@@ -178,18 +177,20 @@ def _columns_of(visible: Rows, kv_length: int, q_length: int, q_offset: int | Te
     return torch.stack([hidden_from, last, first, hidden_until], 1)
 
 
-def _hide_padding(columns: Tensor, attention_mask: Tensor, q_length: int, kv_offset: int) -> Tensor:
-    """Return columns [B or 1, n, Skv] that also hide the keys where a 2D mask is False."""
+def _hide_padding(columns: Tensor, attention_mask: Tensor | None, q_length: int, kv_offset: int) -> Tensor:
+    """Return columns [B or 1, n, Skv] as int32 [B or 1, 1, n, Skv], with the keys hidden where a 2D mask is False."""
+    columns = columns.to(torch.int32)[:, None]
+    if attention_mask is None:
+        return columns
     if attention_mask.dim() != 2:
         raise ValueError(
             f"attention_mask must be 2D [B, S], got shape {list(attention_mask.shape)}; write a dense 3D or 4D "
             f"mask as FlashMask.from_dense(mask).indices and pass it as {VECTORS}"
         )
     seen = kv_offset + columns.shape[-1]
-    if attention_mask.shape[-1] < seen:
-        attention_mask = nn.functional.pad(attention_mask, (0, seen - attention_mask.shape[-1]))
-    padding = ~attention_mask[:, kv_offset:seen].to(torch.bool)
-    return torch.stack(hide_keys(columns.unbind(1), padding, columns.shape[1] == 1, q_length), 1)
+    mask = nn.functional.pad(attention_mask, (0, max(0, seen - attention_mask.shape[-1])))
+    padding = ~mask[:, None, kv_offset:seen].to(torch.bool)
+    return torch.stack(hide_keys(columns.unbind(2), padding, columns.shape[2] == 1, q_length), 2)
 
 
 def _evaluate(

@@ -21,17 +21,20 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel, 
 from transformers.utils import generic
 
 from flashmask_hf.hf.attention import attention_forward
-from flashmask_hf.hf.call import call_of, record_documents
+from flashmask_hf.hf.call import Call, call_of, current_calls, record_documents
+from flashmask_hf.hf.checks import run_checks
 from flashmask_hf.hf.documents import separable_documents
 from flashmask_hf.hf.families import refuse_own_attention
-from flashmask_hf.hf.guard import run_call
 from flashmask_hf.hf.mask_hook import DOCUMENTS
-from flashmask_hf.names import FLASHMASK, HASH, NAMES, QK
+from flashmask_hf.hf.rewrites import rewrite
+from flashmask_hf.mask import FlashMask
+from flashmask_hf.names import FLASHMASK, HASH, NAMES, QK, VECTORS
+from flashmask_hf.sparse.hf import warn_of_unread_options
 
 if TYPE_CHECKING:  # the function whose code `_is_flash_attention` replaces, and under whose name it runs
     from transformers.utils.generic import is_flash_attention_requested
 
-__all__ = ["apply"]
+__all__ = ["apply", "run_call"]
 
 
 def apply() -> None:
@@ -252,7 +255,7 @@ def accept_sparse_options(config_class: type) -> None:
 def check_calls(model_class: Any) -> None:
     """Make each call of a model rewrite its arguments and check that documents stay apart.
 
-    Patched: `PreTrainedModel.__call__`, inherited from `torch.nn.Module`, replaced by `guard.run_call`.
+    Patched: `PreTrainedModel.__call__`, inherited from `torch.nn.Module`, replaced by `run_call`.
 
     Why: an attention implementation does not see the model and its call. The files of `checks/` say what would silently
     mix documents.
@@ -261,6 +264,36 @@ def check_calls(model_class: Any) -> None:
 
     """
     _wrap_function(model_class, "__call__", [["self", "args", "kwargs"]], run_call, "calls models")
+
+
+def run_call(original: Callable[..., Any], model: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Rewrite and check a model call, run it by the model's unbound `__call__`, and check it again.
+
+    Calls with another attention than this package's and without mask indices run as they are.
+
+    Raises:
+        Exception: an error of `CHECKS`; or what the model raises.
+    """
+    config = model.config
+    if getattr(config, HASH, None) is not None or getattr(config, QK, None) is not None:
+        warn_of_unread_options(model)
+    is_another = config._attn_implementation not in NAMES and kwargs.get(VECTORS) is None
+    if is_another and not any(isinstance(x, FlashMask) for x in (*args, kwargs.get("attention_mask"))):
+        return original(model, *args, **kwargs)
+    calls = current_calls()
+    call = rewrite(Call(model, args, kwargs, calls.call))
+    run_checks(call)
+    calls.call = call
+    try:
+        output = original(model, *call.args, **call.kwargs)
+    finally:
+        calls.call = call.outer
+    run_checks(call, after=True)
+    if call.outer is not None:
+        call.outer.reads += call.reads
+        if call.indices is not None:  # else its layers received no mask indices
+            call.outer.supplied += call.supplied
+    return output
 
 
 # 6. A kernel of the Hub that holds this package is "flashmask".

@@ -26,7 +26,7 @@ from flashmask_hf.collators import DataCollatorForPackedEncoders
 from flashmask_hf.hf.call import Call, current
 from flashmask_hf.hf.checks import run_checks
 from flashmask_hf.hf.checks.ignored import marks_documents
-from flashmask_hf.hf.guard import run_call
+from flashmask_hf.hf.patches import run_call
 
 PACKED = positions([4, 5])
 IDS = tokens(1, 9).clamp(max=35)
