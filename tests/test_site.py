@@ -89,6 +89,31 @@ def test_pages_have_no_error_and_fit_the_window(site, page, size, scheme):
 
 
 @pytest.mark.full
+def test_tables_and_code_are_read_on_a_phone(site, page):
+    """Tables of text are cards, tables of numbers scroll beside their first column, and lines of code are broken."""
+    page.open((site / "models.html").as_uri(), *SIZES["phone"], "light")
+    cells = "[...document.querySelectorAll('#families ~ * td')]"
+    assert page.evaluate(f"Math.max(...{cells}.map((cell) => cell.getBoundingClientRect().right))") <= SIZES["phone"][0]
+    assert "no / right / left padding" in page.evaluate(f"getComputedStyle({cells}[1], '::before').content")
+    page.open((site / "benchmarks.html").as_uri(), *SIZES["phone"], "light")
+    wide = "[...document.querySelectorAll('.md-typeset__scrollwrap')].filter((x) => x.scrollWidth > x.clientWidth + 50)"
+    place = page.evaluate(
+        f"""{wide}.map((box) => {{
+            const [first, second] = box.querySelectorAll("td");
+            const places = () => [first, second].map((cell) => cell.getBoundingClientRect().left);
+            const before = places();
+            box.scrollLeft = 50;
+            return before.map((left, nth) => left - places()[nth]);
+        }})"""
+    )
+    assert place
+    assert all(abs(first) <= 20 and second == 50 for first, second in place), place
+    page.open((site / "packing.html").as_uri(), *SIZES["phone"], "light")
+    code = "[...document.querySelectorAll('pre > code')].filter((x) => x.querySelector('span[class]'))"
+    assert page.evaluate(f"{code}.length > 2 && {code}.every((x) => x.scrollWidth <= x.clientWidth + 1)")
+
+
+@pytest.mark.full
 def test_the_toggle_switches_the_scheme_and_remembers_it(site, page):
     home = (site / "index.html").as_uri()
     shown = []
