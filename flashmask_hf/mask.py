@@ -215,17 +215,12 @@ class FlashMask:
                     [0, 0, 1]], dtype=torch.int32)
         """
         total = self.row_count(q_len)
-        causal = self.causal
         if isinstance(rows, slice):
-            first, stop, step = rows.indices(total)
-            if step > 1:
-                return self.rows(range(first, stop, step), total)
-            if step < 0 or stop <= first:
-                raise ValueError(f"rows must select some of the {total} rows in ascending order, got {rows}")
-            causal = causal and stop == total
-            kept = stop - first
-            indices = self.indices if causal else without_causal_flag(self.indices, self.causal, total)
-            return FlashMask((indices - first).clamp(0, kept), causal, q_len=kept)
+            rows = range(total)[rows]
+            if rows and rows.step == 1:
+                causal = self.causal and rows.stop == total
+                indices = self.indices if causal else without_causal_flag(self.indices, self.causal, total)
+                return FlashMask((indices - rows.start).clamp(0, len(rows)), causal, q_len=len(rows))
         try:
             numbers = torch.as_tensor(rows)
         except (TypeError, ValueError, RuntimeError):

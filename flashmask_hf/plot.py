@@ -102,15 +102,13 @@ def plot_tiles(
             handletextpad=0.2,
         )
 
-    ax.set_xlim(0, kv_len)
-    ax.set_ylim(rows, 0)
+    ax.set(xlim=(0, kv_len), ylim=(rows, 0))
     if 0.25 <= rows / kv_len <= 4:
         ax.set_aspect("equal")
     size = "" if block == (1, 1) else f" (tiles of {block[0]} x {block[1]})"
-    ax.set_xlabel(f"key column{size}", color=_INK, fontsize=9)
-    ax.set_ylabel("query row", color=_INK, fontsize=9)
-    ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    ax.yaxis.set_major_locator(MaxNLocator(6, integer=True))
+    for axis, label in ((ax.xaxis, f"key column{size}"), (ax.yaxis, "query row")):
+        axis.set_label_text(label, color=_INK, fontsize=9)
+        axis.set_major_locator(MaxNLocator(6, integer=True))
     ax.tick_params(colors=_INK, labelsize=8, length=2.5, width=0.6)
     for side in ax.spines.values():
         side.set(color="#b9b5ac", linewidth=0.6)

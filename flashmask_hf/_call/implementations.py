@@ -13,10 +13,11 @@ from torch import Tensor
 
 from flashmask_hf import torch_internals
 from flashmask_hf._call.arguments import Arguments
+from flashmask_hf.kernels.eager import tiled
+from flashmask_hf.kernels.launch.problem import Problem
+from flashmask_hf.kernels.launch.tensor_layout import Layout
 
 if TYPE_CHECKING:  # Triton may be missing
-    from flashmask_hf.kernels.launch.problem import Problem
-    from flashmask_hf.kernels.launch.tensor_layout import Layout
     from flashmask_hf.kernels.shared.row_statistics import OutputLayout
 
 __all__ = ["MAX_HEAD_DIM", "REGISTRY", "Choice", "Implementation", "Request", "choose"]
@@ -200,18 +201,12 @@ class Torch(Implementation):
         return "it is much slower than a GPU's kernels" if kernels else None
 
     def forward(self, problem: Problem) -> Run:
-        from flashmask_hf.kernels.eager import tiled
-
         return _without_autocast(tiled.forward, problem)
 
     def backward(self, problem: Problem, dout: Layout, output: OutputLayout | None) -> Run:
-        from flashmask_hf.kernels.eager import tiled
-
         return _without_autocast(tiled.backward, problem)
 
     def decode(self, problem: Problem) -> Run:
-        from flashmask_hf.kernels.eager import tiled
-
         return _without_autocast(tiled.decode, problem)
 
 

@@ -48,8 +48,7 @@ def causal_document(
         <BLANKLINE>
                 [[2, 2, 4, 4, 0, 0]]], dtype=torch.int32)
     """
-    lengths, kv_len = _batch_lengths("documents", documents, kv_len)
-    _, end = document_spans(lengths, kv_len)
+    _, end = document_spans(*_batch_lengths("documents", documents, kv_len))
     return make_mask(end, causal=True, q_len=q_len, device=device_of(device, documents))
 
 
@@ -75,8 +74,7 @@ def document(
         tensor([[3, 3, 3, 5, 5, 6],
                 [0, 0, 0, 3, 3, 5]], dtype=torch.int32)
     """
-    lengths, kv_len = _batch_lengths("documents", documents, kv_len)
-    start, end = document_spans(lengths, kv_len)
+    start, end = document_spans(*_batch_lengths("documents", documents, kv_len))
     return make_mask(end, start, causal=False, q_len=q_len, device=device_of(device, documents))
 
 
