@@ -1,0 +1,134 @@
+r"""Train with TRL's trainer and with this package's on one model and its data, and print their losses side by side.
+
+    python recipes/check_against_stock.py sft       # a tiny model and Python's documentation; also dpo, reward and grpo
+    python recipes/check_against_stock.py dpo --config my_dpo.yaml --max_steps 50
+    python recipes/check_against_stock.py sft --model_name_or_path Qwen/Qwen3-0.6B --dataset_name trl-lib/Capybara \
+        --max_length 2048 --truncation_mode keep_start --use_peft
+
+Flags and configuration files are those of the recipe of that name; `FLAGS` are other defaults. TRL's trainer attends by
+SDPA and gets the documents of a packed row as a padded batch; in GRPO, one seed draws the completions of both. The
+program exits with 1 if losses, or gradient norms relative to TRL's, differ by more than `BOUND` (with `--bf16` by more
+than `BOUND_BF16`).
+"""
+
+# pyright: reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import common
+import data
+import torch
+from datasets import disable_progress_bars
+from transformers import PrinterCallback, set_seed
+from transformers.utils.logging import disable_progress_bar
+from trl import DPOTrainer, GRPOTrainer, RewardTrainer, SFTTrainer
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+from flashmask_hf.trainers import (
+    MultiAnswerRewardTrainer,
+    PackedSFTTrainer,
+    SharedPromptGRPOTrainer,
+    SharedQuestionDPOTrainer,
+)
+
+TRAINERS: dict[str, tuple[Any, Any, Any]] = {
+    "sft": (SFTTrainer, PackedSFTTrainer, data.question_answers),
+    "dpo": (DPOTrainer, SharedQuestionDPOTrainer, data.preferences),
+    "reward": (RewardTrainer, MultiAnswerRewardTrainer, data.preferences),
+    "grpo": (GRPOTrainer, SharedPromptGRPOTrainer, data.passages),
+}
+"""TRL's trainer, this package's trainer and the demo's data by name of the recipe."""
+
+FLAGS = ["--max_steps", "20", "--logging_steps", "1", "--save_strategy", "no", "--eval_strategy", "no"]
+FLAGS += ["--bf16", "False", "--dtype", "float32", "--lora_dropout", "0", "--disable_tqdm", "True"]
+FLAGS += ["--output_dir", "outputs/check"]
+"""Defaults that differ from the recipe's: a short run in float32, without dropout, of which only the log stays."""
+
+BOUND, BOUND_BF16 = 1e-3, 5e-2
+
+
+class Curve(NamedTuple):
+    """Losses and gradient norms of a run by step, and the number of tokens of its forwards with gradients."""
+
+    losses: list[float]
+    norms: list[float]
+    tokens: int
+
+
+class DocumentsApart(DataCollatorForLanguageModeling):
+    """TRL's collator on the documents of packed rows: each is a row of the padded batch."""
+
+    def torch_call(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return TRL's batch of all documents of the rows."""
+        names = [name for name in ("input_ids", "labels") if name in rows[0]]
+        documents = [one for row in rows for one in zip(*(row[name] for name in names), strict=True)]
+        return super().torch_call([dict(zip(names, one, strict=True)) for one in documents if one[0]])  # the last is []
+
+
+def main(argv: Sequence[str]) -> None:
+    if not argv or argv[0] not in TRAINERS:
+        raise common.FlagError(f"name one of {', '.join(TRAINERS)} first, got {' '.join(argv[:1]) or 'nothing'}")
+    name = argv[0]
+    disable_progress_bars()
+    disable_progress_bar()
+    recipe: Any = importlib.import_module(name)
+    flags = recipe.parse([*FLAGS, *argv[1:]])
+    stock, ours = compare(name, flags, recipe.reward_functions(flags) if name == "grpo" else None)
+    print("step   loss of TRL    flashmask   gradient norm of TRL    flashmask")
+    for step, numbers in enumerate(zip(stock.losses, ours.losses, stock.norms, ours.norms, strict=True), start=1):
+        print("{:4}   {:11.6f}  {:11.6f}   {:20.6f}  {:11.6f}".format(step, *numbers))
+    losses = max(abs(one - other) for one, other in zip(stock.losses, ours.losses, strict=True))
+    norms = max(abs(other / one - 1) for one, other in zip(stock.norms, ours.norms, strict=True))
+    print(f"Largest difference: {losses:.1e} of losses, {norms:.1e} of gradient norms, relative to TRL's")
+    print(f"Tokens of training forwards: {stock.tokens:,} with padding in TRL, {ours.tokens:,} here")
+    bound = BOUND_BF16 if flags.training.bf16 else BOUND
+    if not max(losses, norms) <= bound:
+        raise SystemExit(f"Losses or gradient norms differ by more than {bound}")
+
+
+def compare(name: str, flags: common.Flags, rewards: Any = None) -> tuple[Curve, Curve]:
+    """Return the curves of TRL's trainer and this package's."""
+    stock_class, our_class, demo = TRAINERS[name]
+    options = common.trainer_options(flags, demo) | {"eval_dataset": None}
+    if rewards is not None:
+        options["reward_funcs"] = rewards
+    ours = make(our_class, options, flags.model.attn_implementation)
+    if name == "sft":  # the rows that this package packed; with the same seed, every step has the same documents
+        options["args"] = copy.deepcopy(options["args"])
+        options["args"].dataset_kwargs, options["args"].max_length = {"skip_prepare_dataset": True}, None
+        options["train_dataset"] = ours.train_dataset
+        options["data_collator"] = DocumentsApart(ours.processing_class.pad_token_id)
+    our_curve = train(ours)
+    del ours
+    return train(make(stock_class, options, "sdpa")), our_curve
+
+
+def make(trainer_class: Any, options: dict[str, Any], attention: str | None) -> Any:
+    """Build a trainer of the model with an attention; the seed sets new weights, such as adapters and heads."""
+    args = copy.deepcopy(options["args"])
+    args.model_init_kwargs["attn_implementation"] = attention
+    set_seed(args.seed)
+    return common.build(trainer_class, **options | {"args": args})
+
+
+def train(trainer: Any) -> Curve:
+    tokens = 0
+
+    def count(module: Any, args: Any, output: torch.Tensor) -> None:
+        nonlocal tokens
+        tokens += output.shape[:-1].numel() * torch.is_grad_enabled()
+
+    trainer.remove_callback(PrinterCallback)
+    trainer.model.get_input_embeddings().register_forward_hook(count)
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return Curve([entry["loss"] for entry in logs], [entry["grad_norm"] for entry in logs], tokens)
+
+
+if __name__ == "__main__":
+    common.run(main)
