@@ -1,4 +1,4 @@
-"""Exact attention under rich masks, at linear mask memory, for Hugging Face models.
+"""Exact attention for Hugging Face models under masks such as packed documents, as a few integers per token.
 
 Importing the package registers `attn_implementation="flashmask"` with transformers, and "flashmask_hash" and
 "flashmask_qk" for dynamic sparse attention. Without transformers, the attention works on its own.

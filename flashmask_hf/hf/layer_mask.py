@@ -111,7 +111,7 @@ def cached_mask(
 
 _REFUSED = (
     "attention_mask must be None or what the mask hook makes of a 2D mask, got {}; write a dense mask as "
-    f"FlashMask.from_dense(mask).indices and pass it as {VECTORS}, or keep a tower from this backend"
+    f"FlashMask.from_dense(mask).bidirectional().indices and pass it as {VECTORS}, or keep a tower from this backend"
 )
 
 BOUNDS = {2: 1, 3: 2, 5: 4, 6: 4}

@@ -185,7 +185,7 @@ def _hide_padding(columns: Tensor, attention_mask: Tensor | None, q_length: int,
     if attention_mask.dim() != 2:
         raise ValueError(
             f"attention_mask must be 2D [B, S], got shape {list(attention_mask.shape)}; write a dense 3D or 4D "
-            f"mask as FlashMask.from_dense(mask).indices and pass it as {VECTORS}"
+            f"mask as FlashMask.from_dense(mask).bidirectional().indices and pass it as {VECTORS}"
         )
     seen = kv_offset + columns.shape[-1]
     mask = nn.functional.pad(attention_mask, (0, max(0, seen - attention_mask.shape[-1])))
