@@ -111,12 +111,7 @@ def _asks_for_weights(kwargs: dict[str, Any]) -> bool:
 
 
 def layer_mask(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    attention_mask: Tensor | None,
-    kwargs: dict[str, Any],
-    implementation: str = FLASHMASK,
+    module: nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | None, kwargs: dict[str, Any]
 ) -> LayerMask:
     """Return the mask of a layer with whole rows. Errors are as in `attention_forward`.
 
@@ -126,10 +121,9 @@ def layer_mask(
         key: [B, Hkv, Skv, D].
         attention_mask: what `mask_hook` returned, or None.
         kwargs: the layer's keywords, checked (`check_layer`).
-        implementation: what `attn_implementation` is set to.
     """
     if not is_marked(attention_mask):
-        return late_mask(module, query, key, attention_mask, kwargs, implementation)
+        return late_mask(module, query, key, attention_mask, kwargs)
     if not torch.compiler.is_compiling() and current.call is not None:
         current.call.supplied += 1
     if attention_mask.shape[1] > 1:

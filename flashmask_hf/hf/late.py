@@ -14,19 +14,14 @@ from flashmask_hf.hf.layer_mask import TEXT_ONLY, LayerMask, cached_mask, check_
 from flashmask_hf.hf.merge import check_form, supplied_mask
 from flashmask_hf.hf.ranks import vectors_of_local_heads
 from flashmask_hf.mask import FlashMask
-from flashmask_hf.names import FLASHMASK, VECTORS
+from flashmask_hf.names import VECTORS
 from flashmask_hf.torch_internals import is_capturing, is_one_of, stream_of
 
 __all__ = ["late_mask"]
 
 
 def late_mask(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    attention_mask: Tensor | None,
-    kwargs: dict[str, Any],
-    implementation: str = FLASHMASK,
+    module: nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | None, kwargs: dict[str, Any]
 ) -> LayerMask:
     """Return the mask of a layer whose mask the hook did not merge; arguments as in `attention.layer_mask`."""
     causal = kwargs.get("is_causal")
@@ -37,7 +32,7 @@ def late_mask(
     if causal and (position_ids is not None or kwargs.get("cu_seq_lens_q") is not None):
         record_documents()
     if vectors is None:
-        return LayerMask(_separated_mask(query, key, attention_mask, causal, kwargs, implementation))
+        return LayerMask(_separated_mask(query, key, attention_mask, causal, kwargs))
     record_documents(supplied=True)
     check_form(vectors, causal, getattr(module, "config", None))
     _check_receiver(module, attention_mask, causal)
@@ -97,7 +92,7 @@ def _window_of(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
 
 
 def _separated_mask(
-    query: Tensor, key: Tensor, hooked: Tensor | None, causal: bool, kwargs: dict[str, Any], implementation: str
+    query: Tensor, key: Tensor, hooked: Tensor | None, causal: bool, kwargs: dict[str, Any]
 ) -> FlashMask:
     """Return the mask of the hook's columns, else of causality and window, with documents kept apart.
 
@@ -115,8 +110,8 @@ def _separated_mask(
         causal, window = hooked.shape[2] == 1, None  # the hook's columns have the window
     elif window is not None and not causal:
         raise NotImplementedError(
-            f"sliding_window={window} on a layer that is not causal is not implemented by "
-            f"attn_implementation='{implementation}'; use attn_implementation='sdpa' for this model"
+            f"sliding_window={window} on a layer that is not causal is not implemented; use attn_implementation='sdpa' "
+            "for this model"
         )
     marks = kwargs.get("position_ids") if causal else None
     if marks is not None and marks.shape not in ((1, kv_len), (batch, kv_len)):

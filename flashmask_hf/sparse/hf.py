@@ -82,7 +82,7 @@ def hash_attention_forward(
     for option in ("exclude_self", "shared_qk"):
         check_bool(f"{HASH}[{option!r}]", options[option])
     check_layer(module, dropout, kwargs, HASH)
-    layer = layer_mask(module, query, key, attention_mask, kwargs, HASH)
+    layer = layer_mask(module, query, key, attention_mask, kwargs)
     mask = _sortable_mask(HASH, layer)
     directions = lsh_directions(key.detach(), seed, getattr(module, "layer_idx", None) or 0, n_buckets // 2)
     q_bucket = nearest(query.detach(), directions)
@@ -131,7 +131,7 @@ def qk_attention_forward(
         NotImplementedError: rows are dropped under a mask that is not causal with n = 1 bound.
     """
     check_layer(module, dropout, kwargs, QK)
-    layer = layer_mask(module, query, key, attention_mask, kwargs, QK)
+    layer = layer_mask(module, query, key, attention_mask, kwargs)
     q_keep, k_keep = (kwargs.get(name) for name in ("q_keep", "k_keep"))
     if (q_keep is None) != (k_keep is None):
         raise ValueError("q_keep and k_keep must be given together; pass an all-True tensor for the missing one")
