@@ -69,14 +69,34 @@ class Offload:
                 "model is offloaded already: set host_bytes of its Offload, or close() it. After a failed run of "
                 "LongRows, call train() of the same trainer, or load the model again"
             )
-        before_forward: Any = _BeforeForward(modules, host_bytes, min_bytes)
-        self._store = before_forward.store
+        self._store = Store(host_bytes, min_bytes)
         self._modules = modules
         holder = common_module(model, list(named))
-        for key in [key for key, hook in holder._forward_pre_hooks.items() if isinstance(hook, _BeforeForward)]:
-            del holder._forward_pre_hooks[key]  # the model is a copy, with the hook of its original
-        self._hook = holder.register_forward_pre_hook(before_forward)
+        for key in [key for key, hook in holder._forward_pre_hooks.items() if isinstance(hook, Offload)]:
+            del holder._forward_pre_hooks[key]  # the model is a copy, with a copy of its original's
+        self._hook = holder.register_forward_pre_hook(self)
         _offloaded.update(modules)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Offload:
+        copied = copy.copy(self)
+        copied._store = Store(self.host_bytes, self._store.min_bytes)
+        copied._modules = copy.deepcopy(self._modules, memo)
+        return copied
+
+    @torch.compiler.disable
+    def __call__(self, module: nn.Module, _: Any) -> None:
+        """Open a forward's store for checkpoints, as a hook of the model."""
+        if not module.training or not torch.is_grad_enabled():
+            return
+        if not any(m.gradient_checkpointing for m in self._modules):
+            ways = "call model.gradient_checkpointing_enable() or set gradient_checkpointing=True in the trainer's args"
+            raise RuntimeError(f"offload_checkpoints needs gradient checkpointing: {ways}")
+        for m in self._modules:
+            function: Any = vars(m).get(CHECKPOINT_FUNCTION)  # PEFT's wrappers forward getattr to their inner module
+            other = getattr(function, "owner", None)  # also of a copied model
+            if function is not None and other is not self._store:
+                setattr(m, CHECKPOINT_FUNCTION, _with_store(function if other is None else function.inner, self._store))
+        self._store.begin_forward(itertools.chain(module.parameters(), module.buffers()))
 
     @property
     def host_bytes(self) -> int | None:
@@ -116,39 +136,8 @@ class Offload:
         self._store.close()
 
 
-class _BeforeForward:
-    """Hook of a model's forward that opens a store for checkpoints; a deep copy has a new store."""
-
-    def __init__(self, modules: list[nn.Module], host_bytes: int | None, min_bytes: int) -> None:
-        self.store = Store(host_bytes, min_bytes)
-        self._modules = modules
-        self._min_bytes = min_bytes
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _BeforeForward:
-        return _BeforeForward(copy.deepcopy(self._modules, memo), self.store.pool.host_bytes, self._min_bytes)
-
-    @torch.compiler.disable
-    def __call__(self, module: nn.Module, _: Any) -> None:
-        if not module.training or not torch.is_grad_enabled():
-            return
-        if not any(m.gradient_checkpointing for m in self._modules):
-            ways = "call model.gradient_checkpointing_enable() or set gradient_checkpointing=True in the trainer's args"
-            raise RuntimeError(f"offload_checkpoints needs gradient checkpointing: {ways}")
-        _wrap_checkpoint_functions(self._modules, self.store)
-        self.store.begin_forward(itertools.chain(module.parameters(), module.buffers()))
-
-
 _offloaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Modules whose checkpoints are offloaded."""
-
-
-def _wrap_checkpoint_functions(modules: list[nn.Module], store: Store) -> None:
-    """Make the modules' checkpoint functions save to the store, not to a copied model's."""
-    for module in modules:
-        function: Any = vars(module).get(CHECKPOINT_FUNCTION)  # PEFT's wrappers forward getattr to their inner module
-        other = getattr(function, "owner", None)
-        if function is not None and other is not store:
-            setattr(module, CHECKPOINT_FUNCTION, _with_store(function if other is None else function.inner, store))
 
 
 def _with_store(checkpoint: Callable[..., Any], store: Store) -> Callable[..., Any]:

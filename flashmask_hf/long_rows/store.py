@@ -39,7 +39,7 @@ class Store:
 
     def __init__(self, host_bytes: int | None, min_bytes: int) -> None:
         self.pool = Pool(host_bytes)
-        self._min_bytes = min_bytes
+        self.min_bytes = min_bytes
         self.seen_bytes = 0
         self._excluded: set[int] = set()
         self._known: weakref.WeakValueDictionary[tuple, Saved] = weakref.WeakValueDictionary()
@@ -72,7 +72,7 @@ class Store:
         if not all(self._is_movable(x) for x in tensors):
             return Saved(tensors)
         size = sum(x.nbytes for x in tensors)
-        if size < self._min_bytes:
+        if size < self.min_bytes:
             return Saved(tensors)
         key = tuple((_address(x), x.storage_offset(), x.shape, x.stride(), x.dtype, x._version) for x in tensors)
         saved = self._known.get(key)
