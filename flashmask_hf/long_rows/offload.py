@@ -55,7 +55,7 @@ def offload_checkpoints(model: nn.Module, host_bytes: int | None = None, *, min_
     return Offload(model, host_bytes, min_bytes)
 
 
-class Offload:
+class Offload(Store):
     """Offloading of a model's checkpoints, from `offload_checkpoints`."""
 
     def __init__(self, model: nn.Module, host_bytes: int | None, min_bytes: int) -> None:
@@ -69,7 +69,7 @@ class Offload:
                 "model is offloaded already: set host_bytes of its Offload, or close() it. After a failed run of "
                 "LongRows, call train() of the same trainer, or load the model again"
             )
-        self._store = Store(host_bytes, min_bytes)
+        super().__init__(host_bytes, min_bytes)
         self._modules = modules
         holder = common_module(model, list(named))
         for key in [key for key, hook in holder._forward_pre_hooks.items() if isinstance(hook, Offload)]:
@@ -78,8 +78,8 @@ class Offload:
         _offloaded.update(modules)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Offload:
-        copied = copy.copy(self)
-        copied._store = Store(self.host_bytes, self._store.min_bytes)
+        copied = Offload.__new__(Offload)
+        Store.__init__(copied, self.host_bytes, self.min_bytes)
         copied._modules = copy.deepcopy(self._modules, memo)
         return copied
 
@@ -94,46 +94,16 @@ class Offload:
         for m in self._modules:
             function: Any = vars(m).get(CHECKPOINT_FUNCTION)  # PEFT's wrappers forward getattr to their inner module
             other = getattr(function, "owner", None)  # also of a copied model
-            if function is not None and other is not self._store:
-                setattr(m, CHECKPOINT_FUNCTION, _with_store(function if other is None else function.inner, self._store))
-        self._store.begin_forward(itertools.chain(module.parameters(), module.buffers()))
-
-    @property
-    def host_bytes(self) -> int | None:
-        """Limit of host memory in bytes, or None; may be set between steps."""
-        return self._store.pool.host_bytes
-
-    @host_bytes.setter
-    def host_bytes(self, value: int | None) -> None:
-        self._store.finish_copies()
-        self._store.pool.host_bytes = value
-
-    @property
-    def seen_bytes(self) -> int:
-        """Bytes of the last forward's checkpoints of at least `min_bytes`, wherever they are."""
-        return self._store.seen_bytes
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of host memory that contain checkpoints now, in whole blocks."""
-        return self._store.pool.held_bytes
-
-    @property
-    def peak_bytes(self) -> int:
-        """The largest value of `held_bytes` so far."""
-        return self._store.pool.peak_bytes
-
-    @property
-    def pool_bytes(self) -> int:
-        """Bytes of host memory taken, in use or kept for the next step."""
-        return self._store.pool.size_bytes
+            if function is not None and other is not self:
+                setattr(m, CHECKPOINT_FUNCTION, _with_store(function if other is None else function.inner, self))
+        self.begin_forward(itertools.chain(module.parameters(), module.buffers()))
 
     def close(self) -> None:
         """Undo the change of the model and free the host memory; living graphs free theirs later."""
         self._hook.remove()
-        unwrap_checkpoint_functions(self._modules, self._store)
+        unwrap_checkpoint_functions(self._modules, self)
         _offloaded.difference_update(self._modules)
-        self._store.close()
+        super().close()
 
 
 _offloaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()

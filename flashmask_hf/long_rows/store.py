@@ -29,28 +29,140 @@ BLOCK_BYTES = 16 * 2**20
 """Size of a block, a power of two."""
 
 
-class Store:
-    """Store of tensors between forward and backward.
+class Block:
+    """Host memory, and the event after which it may be written again."""
+
+    def __init__(self) -> None:
+        self.memory = torch.empty(BLOCK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_available())
+        self.done: Event | None = None
+
+
+class Pool:
+    """Blocks of host memory within a budget. Only `give` may run in a finalizer.
 
     Args:
         host_bytes: the budget, in whole blocks; None for no limit.
+
+    Attributes:
+        peak_bytes: the largest value of `held_bytes` so far.
+    """
+
+    def __init__(self, host_bytes: int | None) -> None:
+        self.peak_bytes = 0
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._free: list[Block] = []
+        self._count = 0  # of blocks in use or free
+        self._open = True
+        self.host_bytes = host_bytes
+
+    @property
+    def host_bytes(self) -> int | None:
+        """Limit of host memory in bytes, or None; may be set between steps."""
+        return self._host_bytes
+
+    @host_bytes.setter
+    def host_bytes(self, value: int | None) -> None:
+        self._finish_copies()
+        self._host_bytes = None if value is None else as_integer("host_bytes", value, 0, why="None is no limit")
+        self._refused = False
+        self.trim()
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of host memory taken, in use or kept for the next step."""
+        return self._count * BLOCK_BYTES
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of host memory that contain tensors now, in whole blocks."""
+        return (self._count - len(self._free)) * BLOCK_BYTES
+
+    def take(self, count: int) -> list[Block] | None:
+        """Return blocks, or None beyond the budget or the system's memory."""
+        missing = count - len(self._free)
+        if not self._open or (missing > 0 and not self._grow(missing)):
+            return None
+        blocks = [self._free.pop() for _ in range(count)]
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+        return blocks
+
+    def _grow(self, count: int) -> bool:
+        over = self._host_bytes is not None and self.pool_bytes + count * BLOCK_BYTES > self._host_bytes
+        if over or self._refused:
+            return False
+        for _ in range(count):
+            try:
+                block = Block()
+            except RuntimeError as error:
+                self._refused = True  # asking again is slow, and fails
+                got = f"the system gives no more than {self.pool_bytes / 2**30:.2f} GiB of pinned host memory ({error})"
+                warnings.warn(f"{got}; other checkpoints stay on the GPU. Set a smaller host_bytes", stacklevel=2)
+                return False
+            self._count += 1
+            self._free.append(block)
+        return True
+
+    def give(self, blocks: list[Block]) -> None:
+        """Return blocks, which may be read or written until their event."""
+        if self._open:
+            self._free.extend(blocks)
+        else:
+            self._count -= len(blocks)
+
+    def trim(self) -> None:
+        """Free unused blocks until the budget holds."""
+        if self._host_bytes is not None:
+            self._drop(self._count - self._host_bytes // BLOCK_BYTES)
+
+    def _drop(self, count: int) -> None:
+        count = min(count, len(self._free))
+        if count > 0:
+            del self._free[-count:]
+            self._count -= count
+            _empty_host_cache()
+
+    def stream(self, device: torch.device) -> torch.cuda.Stream:
+        """Return the stream of a GPU's copies."""
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams[device]
+
+    def _finish_copies(self) -> None:
+        """Wait for all copies: PyTorch does not free memory that they may use."""
+        for stream in self._streams.values():
+            stream.synchronize()
+
+    def close(self) -> None:
+        """Free all unused blocks; later calls of `take` return None, and saved tensors keep theirs until they die."""
+        self._finish_copies()
+        self._open = False
+        self._drop(len(self._free))
+
+
+class Store(Pool):
+    """Store of tensors between forward and backward.
+
+    Args:
+        host_bytes: as in `Pool`.
         min_bytes: tensors that together take fewer bytes stay.
+
+    Attributes:
+        seen_bytes: bytes of the last forward's tensors of at least `min_bytes`, wherever they are.
     """
 
     def __init__(self, host_bytes: int | None, min_bytes: int) -> None:
-        self.pool = Pool(host_bytes)
+        super().__init__(host_bytes)
         self.min_bytes = min_bytes
         self.seen_bytes = 0
         self._excluded: set[int] = set()
         self._known: weakref.WeakValueDictionary[tuple, Saved] = weakref.WeakValueDictionary()
         self._copying = self.first = _nothing  # the latest copy to the host, the last layer's first tensors
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def begin_forward(self, excluded: Iterable[Tensor]) -> None:
         """Start a forward. Tensors that share memory with `excluded` stay on their device."""
         self.seen_bytes = 0
         self._excluded = {_address(x) for x in excluded if type(x) in (Tensor, nn.Parameter)}
-        self.pool.trim()
+        self.trim()
 
     @contextlib.contextmanager
     def layer(self) -> Iterator[None]:
@@ -83,7 +195,7 @@ class Store:
             copying, self._copying = self._copying(), _nothing
             if copying is not None:
                 copying.release()  # one copy at a time holds GPU memory
-            blocks = self.pool.take(math.ceil(size / BLOCK_BYTES))
+            blocks = self.take(math.ceil(size / BLOCK_BYTES))
             if blocks is not None:
                 saved.move(blocks, self)
                 self._copying = weakref.ref(saved)
@@ -98,22 +210,6 @@ class Store:
             and torch.empty_like(x, device="meta").stride() == x.stride()  # dense, in any order of dimensions
             and _address(x) not in self._excluded
         )
-
-    def stream(self, device: torch.device) -> torch.cuda.Stream:
-        """Return the stream of a GPU's copies."""
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        return self._streams[device]
-
-    def close(self) -> None:
-        """Free the host memory; saved tensors keep theirs until they die."""
-        self.finish_copies()
-        self.pool.close()
-
-    def finish_copies(self) -> None:
-        """Wait for all copies: PyTorch does not free memory that they may use."""
-        for stream in self._streams.values():
-            stream.synchronize()
 
 
 def _nothing() -> Saved | None:
@@ -159,7 +255,7 @@ class Saved:
         """Start the copy into blocks of host memory; `release` then frees the tensors on the device."""
         assert self._tensors is not None
         device = self._tensors[0].device
-        self._blocks, self._pool, self._device = blocks, store.pool, device
+        self._blocks, self._pool, self._device = blocks, store, device
         # References keep other storages from these addresses, which identify tensors.
         self._storages = [StorageWeakRef(x.untyped_storage()) for x in self._tensors]
         self._layouts = [(x.shape, x.stride(), x.dtype) for x in self._tensors]
@@ -229,95 +325,6 @@ class Saved:
             if self._tensors is not None:
                 self._wait()
             self._pool.give(self._blocks)
-
-
-class Block:
-    """Host memory, and the event after which it may be written again."""
-
-    def __init__(self) -> None:
-        self.memory = torch.empty(BLOCK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_available())
-        self.done: Event | None = None
-
-
-class Pool:
-    """Blocks of host memory within a budget. Only `give` may run in a finalizer."""
-
-    def __init__(self, host_bytes: int | None) -> None:
-        self.peak_bytes = 0
-        self._free: list[Block] = []
-        self._count = 0  # of blocks in use or free
-        self._open = True
-        self.host_bytes = host_bytes
-
-    @property
-    def host_bytes(self) -> int | None:
-        """Limit in bytes; None for no limit."""
-        return self._host_bytes
-
-    @host_bytes.setter
-    def host_bytes(self, value: int | None) -> None:
-        self._host_bytes = None if value is None else as_integer("host_bytes", value, 0, why="None is no limit")
-        self._refused = False
-        self.trim()
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes taken from the system."""
-        return self._count * BLOCK_BYTES
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of blocks in use."""
-        return (self._count - len(self._free)) * BLOCK_BYTES
-
-    def take(self, count: int) -> list[Block] | None:
-        """Return blocks, or None beyond the budget or the system's memory."""
-        missing = count - len(self._free)
-        if not self._open or (missing > 0 and not self._grow(missing)):
-            return None
-        blocks = [self._free.pop() for _ in range(count)]
-        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-        return blocks
-
-    def _grow(self, count: int) -> bool:
-        over = self._host_bytes is not None and self.size_bytes + count * BLOCK_BYTES > self._host_bytes
-        if over or self._refused:
-            return False
-        for _ in range(count):
-            try:
-                block = Block()
-            except RuntimeError as error:
-                self._refused = True  # asking again is slow, and fails
-                got = f"the system gives no more than {self.size_bytes / 2**30:.2f} GiB of pinned host memory ({error})"
-                warnings.warn(f"{got}; other checkpoints stay on the GPU. Set a smaller host_bytes", stacklevel=2)
-                return False
-            self._count += 1
-            self._free.append(block)
-        return True
-
-    def give(self, blocks: list[Block]) -> None:
-        """Return blocks, which may be read or written until their event."""
-        if self._open:
-            self._free.extend(blocks)
-        else:
-            self._count -= len(blocks)
-
-    def trim(self) -> None:
-        """Free unused blocks until the budget holds."""
-        if self._host_bytes is not None:
-            self._drop(self._count - self._host_bytes // BLOCK_BYTES)
-
-    def _drop(self, count: int) -> None:
-        count = min(count, len(self._free))
-        if count > 0:
-            del self._free[-count:]
-            self._count -= count
-            _empty_host_cache()
-
-    def close(self) -> None:
-        """Free all unused blocks; later calls of `take` return None."""
-        self._open = False
-        self._drop(len(self._free))
 
 
 def _empty_host_cache() -> None:

@@ -264,7 +264,7 @@ def test_what_is_not_moved():
         (got,) = layer.save(x).load()
         assert torch.equal(got, x)
         assert got.data_ptr() == x.data_ptr()
-    assert place.seen_bytes == place.pool.size_bytes == 0
+    assert place.seen_bytes == place.pool_bytes == 0
 
 
 def test_layouts_come_back():
@@ -284,7 +284,7 @@ def test_a_tensor_saved_twice_is_copied_once():
     layers = [store.Layer(place) for _ in range(2)]
     x = torch.randn(256)
     saved = [layer.save(y) for layer in layers for y in (x, x.view(256), x.view(16, 16), x[:128])]
-    assert place.pool.held_bytes == 3 * 1024  # the last is half a block
+    assert place.held_bytes == 3 * 1024  # the last is half a block
     assert saved[0] is saved[1] is saved[4]
     assert saved[2].load()[0].shape == (16, 16)
     layers[0].save(torch.zeros(256))  # ends the last copy
@@ -293,7 +293,7 @@ def test_a_tensor_saved_twice_is_copied_once():
     assert later is not saved[0]
     assert torch.equal(later.load()[0], x)
     del x, later, saved
-    assert place.pool.held_bytes == 0
+    assert place.held_bytes == 0
 
 
 def test_a_new_tensor_at_an_old_address_is_another():
@@ -400,7 +400,7 @@ def test_a_copy_has_a_store_and_a_budget_of_its_own():
     offload.host_bytes = None
     for each in (copied, other):
         assert_same(gradients(each), want)
-    assert copied.model.layers[0]._gradient_checkpointing_func.owner.pool.host_bytes == 0
+    assert copied.model.layers[0]._gradient_checkpointing_func.owner.host_bytes == 0
     assert (offload.seen_bytes, offload.peak_bytes) == (LAYERS * INPUT, 0)
     assert budget.seen_bytes == LAYERS * INPUT
     assert budget.peak_bytes > 0
@@ -725,5 +725,5 @@ def test_copies_that_come_late_race_with_nothing(seed, monkeypatch):
             saved = [store.Layer(place).save(x + n) for n in range(3)]
             saved[0].fetch()
             del saved
-    assert place.pool.held_bytes == 0
+    assert place.held_bytes == 0
     place.close()
