@@ -31,8 +31,8 @@ class Page:
         requests, answers = os.pipe(), os.pipe()
         # The browser reads file descriptor 3 and writes 4, numbers that may be taken here.
         theirs = [fcntl.fcntl(fd, fcntl.F_DUPFD, 10) for fd in (requests[0], answers[1])]
-        options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--remote-debugging-pipe"]
-        command = [PROGRAM, *options, f"--user-data-dir={profile}"]
+        options = ["headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "remote-debugging-pipe"]
+        command = [PROGRAM, *(f"--{option}" for option in (*options, f"user-data-dir={profile}"))]
         redirected = f'exec "$@" 3<&{theirs[0]} 4>&{theirs[1]}'
         self._process = subprocess.Popen(
             ["bash", "-c", redirected, "bash", *command], pass_fds=theirs, stderr=subprocess.DEVNULL
