@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import os
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ __all__ = [
     "is_known_true",
     "is_one_of",
     "is_plain",
+    "is_split_by_torch",
     "no_autocast",
     "runs_kernels",
     "stream_of",
@@ -158,6 +160,18 @@ def no_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return contextlib.nullcontext()
+
+
+def is_split_by_torch(module: torch.nn.Module | None = None) -> bool:
+    """Return whether torch's context parallelism replaced attention, or accelerate's wrapped a layer's attention.
+
+    It exchanges the keys of `scaled_dot_product_attention` alone, and accelerate drops the masks of layers by hooks.
+    """
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    if isinstance(sdpa, FunctionType) and sdpa.__module__.startswith("torch.distributed."):
+        return True
+    hooks = {} if module is None else module._forward_pre_hooks
+    return "_self_attn_pre_forward_hook" in [getattr(x, "__name__", "") for x in hooks.values()]
 
 
 def is_one_of(size: int, *sizes: int) -> bool:

@@ -24,6 +24,8 @@ SINKS = {"device_assert": 1, "check_between": 2, "_require": 2, "require": 1, "c
 PLACEHOLDERS = {
     "type(model).__name__": "Qwen2_5_VLForConditionalGeneration",
     "call.name": "Qwen2_5_VLForConditionalGeneration",
+    "call.implementation": "flash_attention_2",
+    "text_attention(call)": "flash_attention_2",
     "implementation": "flash_attention_2",
     "window": "131072",
 }
@@ -55,7 +57,7 @@ def find_messages() -> Iterator[tuple[str, str]]:
 def _messages_of_checks(name: str, functions: list[ast.FunctionDef], module: ModuleType) -> Iterator[tuple[str, str]]:
     """Yield the place of the message of each verdict of a module, its second value, and the message's longest form."""
     for function in functions:
-        if ast.unparse(function.returns or ast.Constant(None)) in ("Verdict", "tuple[bool, str]"):
+        if ast.unparse(function.returns or ast.Constant(None)) in ("Verdict", "Verdict | None", "tuple[bool, str]"):
             returned = [x.value for x in ast.walk(function) if isinstance(x, ast.Return)]
             texts = [x.elts[1] for x in returned if isinstance(x, ast.Tuple)]
             yield (
@@ -105,7 +107,7 @@ MESSAGES = dict(find_messages())
 
 def test_messages_are_found() -> None:
     assert len(MESSAGES) >= 30
-    assert {f"{check.verdict.__module__}:{check.verdict.__name__}" for check in CHECKS} <= MESSAGES.keys()
+    assert {f"{check.run.__module__}:{check.run.__name__}" for check in CHECKS} <= MESSAGES.keys()
     assert any("FlashMask.validate" in message for message in MESSAGES.values())
 
 

@@ -233,7 +233,7 @@ WRONG = {
             ROW, position_ids=POSITIONS, startend_row_indices=VECTORS, shift_labels=ROW[None], use_cache=False
         ),
         ValueError,
-        "which only the model.s loss takes; use the plain Trainer without smoothing.*DataCollatorForTrees",
+        "shift_labels of all paths .* Use the plain Trainer without smoothing.*per_path=False",
     ),
     # documents that nothing reads
     "positions of documents with activated LoRA": (
@@ -254,7 +254,7 @@ WRONG = {
     "cu_seq_lens without positions where they are embedded": (
         lambda: gpt2(cu_seq_lens_q=torch.tensor([0, 3, 8], dtype=torch.int32)),
         RuntimeError,
-        "number the documents of cu_seq_lens_q from end to end without position_ids",
+        "would number documents from end to end; pass position_ids",
     ),
     "documents of Llama 4 in a row of floor_scale tokens": (
         lambda: llama4(floor_scale=LENGTH)(ROW, position_ids=POSITIONS, use_cache=False),

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from transformers.utils.output_capturing import _active_collector
 
 from flashmask_hf.hf.call import current
-from flashmask_hf.hf.facts import is_split_by_torch
 from flashmask_hf.hf.keywords import check_keywords, context_parallel_message
 from flashmask_hf.hf.late import late_mask
 from flashmask_hf.hf.layer_mask import BOUNDS, LayerMask, mask_of_rows
 from flashmask_hf.hf.ranks import attend_in_parts, vectors_of_local_heads
 from flashmask_hf.names import FLASHMASK, VECTORS
 from flashmask_hf.parallel.split import active_split
+from flashmask_hf.torch_internals import is_split_by_torch
 
 __all__ = ["attention_forward", "check_layer", "is_marked", "layer_mask"]
 
@@ -79,7 +79,7 @@ def check_layer(module: nn.Module, dropout: float, kwargs: dict[str, Any], imple
     Arguments as in `check_keywords`.
 
     Raises:
-        NotImplementedError: torch's or accelerate's context parallelism is in use (`facts.is_split_by_torch`), or
+        NotImplementedError: torch's or accelerate's context parallelism is in use (`is_split_by_torch`), or
             attention weights are asked for.
         Exception: an error of `check_keywords`.
     """

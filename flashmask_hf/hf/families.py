@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from functools import cache
 from typing import Any, NamedTuple
@@ -11,10 +12,17 @@ import transformers
 from packaging.version import Version
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
-from flashmask_hf.hf.facts import is_readable
 from flashmask_hf.names import VECTORS
 
-__all__ = ["FAMILIES", "Family", "family_of", "missing_kernels", "refuse_own_attention", "refuse_unsupported"]
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "family_of",
+    "missing_kernels",
+    "refuse_own_attention",
+    "refuse_unsupported",
+    "splits_four_axes",
+]
 
 
 class Family(NamedTuple):
@@ -25,63 +33,31 @@ class Family(NamedTuple):
         mixes: whether its layers mix tokens without an `nn.Conv1d`, or its head keeps keywords from its backbone.
         kernels: distributions whose kernels read document boundaries. Every layer hands them `seq_idx`, and
             `cu_seq_lens_q` for the delta rule.
-        drops_indices: whether it keeps keywords from its attention, and asks for a mask only if the call has one.
         window_in_mask: whether its sliding window is in the mask only.
     """
 
     refused: str = ""
     mixes: bool = False
     kernels: tuple[str, ...] = ()
-    drops_indices: bool = False
     window_in_mask: bool = False
 
 
 _DROPS_KEYWORDS = f"keep keywords from their layers, so {VECTORS} would be ignored without a word"
 _EDITS_MASKS = "cut or join the masks of their layers, which takes dense ones"
-_CONVOLUTION = Family(kernels=("causal-conv1d",))
-_STATE_SPACE = Family(kernels=("causal-conv1d", "mamba-ssm"))
-_DELTA_RULE = Family(kernels=("causal-conv1d", "flash-linear-attention"))
 
-FAMILIES = {
-    "aimv2_text_model": Family(drops_indices=True),
-    "axk2": Family(_EDITS_MASKS),
-    "bamba": _STATE_SPACE,
-    "bigbird_pegasus": Family(_EDITS_MASKS),
-    "deepseek_v4": Family(_EDITS_MASKS, mixes=True),
-    "deepseek_v32": Family(_EDITS_MASKS),
-    "doge": Family(_EDITS_MASKS),
-    "dots3_note_text": Family(_EDITS_MASKS),
-    "falcon_h1": _STATE_SPACE,
-    "falcon_mamba": Family(mixes=True),
-    "gemma4_audio": Family(_EDITS_MASKS),
-    "glm_moe_dsa": Family(_EDITS_MASKS),
-    "granitemoehybrid": _STATE_SPACE,
-    "hy_v4": Family(_EDITS_MASKS),
-    "lfm2": _CONVOLUTION,
-    "lfm2_moe": _CONVOLUTION,
-    "mamba": Family(mixes=True),
-    "mamba2": Family(mixes=True),
-    "minimax": Family(mixes=True),
-    "mistral_large4_text": Family(_EDITS_MASKS),
-    "mobilebert": Family(mixes=True),
-    "nemotron": Family(_DROPS_KEYWORDS),
-    "nemotron_h": _STATE_SPACE,
-    "olmo_hybrid": _DELTA_RULE,
-    "phimoe": Family(window_in_mask=True),
-    "qwen2_moe": Family(window_in_mask=True),
-    "qwen3_5_moe_text": _DELTA_RULE,
-    "qwen3_5_text": _DELTA_RULE,
-    "qwen3_next": _DELTA_RULE,
-    "qwen4_exp_text": Family(_EDITS_MASKS),
-    "rwkv": Family(mixes=True),
-    "siglip2_text_model": Family(_DROPS_KEYWORDS),
-    "siglip_text_model": Family(_DROPS_KEYWORDS),
-    "stablelm": Family(_DROPS_KEYWORDS),
-    "t5gemma2_decoder": Family(_EDITS_MASKS),
-    "whisper": Family(_DROPS_KEYWORDS),
-    "xlstm": Family(mixes=True),
-    "zamba2": _STATE_SPACE,
+_TYPES = {
+    Family(_DROPS_KEYWORDS): "nemotron siglip2_text_model siglip_text_model stablelm whisper",
+    Family(_EDITS_MASKS): "axk2 bigbird_pegasus deepseek_v32 doge dots3_note_text gemma4_audio glm_moe_dsa hy_v4 "
+    "mistral_large4_text qwen4_exp_text t5gemma2_decoder",
+    Family(_EDITS_MASKS, mixes=True): "deepseek_v4",
+    Family(mixes=True): "falcon_mamba mamba mamba2 minimax mobilebert rwkv xlstm",
+    Family(window_in_mask=True): "phimoe qwen2_moe",
+    Family(kernels=("causal-conv1d",)): "lfm2 lfm2_moe",
+    Family(kernels=("causal-conv1d", "mamba-ssm")): "bamba falcon_h1 granitemoehybrid nemotron_h zamba2",
+    Family(kernels=("causal-conv1d", "flash-linear-attention")): "olmo_hybrid qwen3_5_moe_text qwen3_5_text qwen3_next",
 }
+
+FAMILIES = {name: family for family, names in _TYPES.items() for name in names.split()}
 """Model types with special treatment."""
 
 _MODULES = {"causal-conv1d": "causal_conv1d", "mamba-ssm": "mamba_ssm", "flash-linear-attention": "fla"}
@@ -143,8 +119,22 @@ def refuse_own_attention(model_class: Any, implementation: str) -> None:
     if model_class._supports_attention_backend or model_class._can_set_attn_implementation():
         return
     module = sys.modules[model_class.__module__]
-    if not hasattr(module, "ALL_ATTENTION_FUNCTIONS") and is_readable(module):
+    if not hasattr(module, "ALL_ATTENTION_FUNCTIONS") and _source_of(module):
         raise NotImplementedError(
             f"{model_class.__name__} has attention code of its own and does not take "
             f"attn_implementation='{implementation}'; use attn_implementation='eager' for this model"
         )
+
+
+def splits_four_axes(model_class: type) -> bool:
+    """Return whether a model's forward splits positions [4, B, S] into documents and three axes (M-RoPE)."""
+    return "position_ids.shape[0] == 4" in _source_of(model_class.forward)  # type: ignore[attr-defined]
+
+
+@cache
+def _source_of(code: Any) -> str:
+    """Return the source of a module or function, "" if it was written in a notebook or is no Python."""
+    try:
+        return inspect.getsource(code)
+    except (OSError, TypeError):
+        return ""

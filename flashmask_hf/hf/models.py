@@ -11,8 +11,7 @@ from torch import nn
 from torch._dynamo import OptimizedModule
 from transformers import PreTrainedModel
 
-from flashmask_hf.hf.facts import splits_four_axes
-from flashmask_hf.hf.families import family_of, missing_kernels
+from flashmask_hf.hf.families import family_of, missing_kernels, splits_four_axes
 
 __all__ = ["ModelState", "is_compiled", "own_modules", "state_of", "unwrap_peft"]
 
@@ -45,7 +44,7 @@ class ModelState:
         is_bidirectional: whether an attention layer of it is bidirectional.
         has_axes: whether it takes positions of several axes.
         takes_packed_rows: whether `run_packed` was called on it.
-        rewrites: `Rewrite`s of its calls that a trainer has added.
+        rewrites: functions of a trainer that return the arguments of its calls, changed.
         counts_layers: whether to count layers that receive the caller's mask.
         is_counted: whether every layer received it in a call.
         has_answered: whether the host has waited for a check in its calls.

@@ -2,38 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from flashmask_hf.hf.call import Call, count_axes
 from flashmask_hf.hf.checks.positions import count_from_first, counts_from_later
-from flashmask_hf.hf.checks.recurrent import add_boundaries, takes_boundaries
+from flashmask_hf.hf.checks.recurrent import add_boundaries, has_documents
+from flashmask_hf.hf.rules import Rule, applicable, rule
 from flashmask_hf.names import FLASHMASK, PACKED_IDS, PACKED_POSITIONS, VECTORS
 
-__all__ = ["REWRITES", "Rewrite", "require_flashmask", "rewrite"]
+__all__ = ["REWRITES", "require_flashmask", "rewrite"]
 
-
-class Rewrite(NamedTuple):
-    """One change of a model call's arguments.
-
-    Attributes:
-        name: what it changes.
-        applies: whether the call needs it; on the host, without reading a tensor's values.
-        change: returns the new arguments by name.
-    """
-
-    name: str
-    applies: Callable[[Call], object]
-    change: Callable[[Call], dict[str, Any]]
+REWRITES: list[Rule] = []
 
 
 def rewrite(call: Call) -> Call:
     """Return a model call with every change that it needs."""
-    for one in (*call.state.rewrites, *REWRITES):
-        if one.applies(call):
-            call = call.changed(one.change(call))
+    for change in call.state.rewrites:
+        call = call.changed(change(call))
+    can_apply = applicable(REWRITES, call)
+    for one in REWRITES:
+        named = one.run(call) if one in can_apply else None
+        if named is not None:
+            call = call.changed(named)
+            can_apply = applicable(REWRITES, call)
     return call
 
 
@@ -47,52 +40,44 @@ def require_flashmask(backbone: Any) -> None:
         )
 
 
-def _pack(call: Call) -> dict[str, Any]:
+@rule(REWRITES, "no mask indices for towers without tokens", VECTORS)
+def _drop_from_tower(call: Call) -> dict[str, Any] | None:
+    """Return the arguments of a submodel without tokens, such as an image tower, without mask indices."""
+    if call.outer is None or call.tokens is not None:
+        return None
+    return {name: value for name, value in call.named.items() if name != VECTORS}
+
+
+@rule(REWRITES, "packed rows", PACKED_IDS)
+def _pack(call: Call) -> dict[str, Any] | None:
     """Return the arguments with the packed rows in place of the usual batch."""
+    if not call.state.takes_packed_rows:
+        return None
     require_flashmask(call.model)
     kept = {x: value for x, value in call.named.items() if x not in (PACKED_IDS, PACKED_POSITIONS, "inputs_embeds")}
     rows = {"input_ids": call.get(PACKED_IDS), "position_ids": call.get(PACKED_POSITIONS), "attention_mask": None}
     return kept | rows
 
 
-def _needs_text_axis(call: Call) -> bool:
-    positions = call.tensor("position_ids")
-    if not call.is_ours or positions is None or not call.state.has_axes:
-        return False
-    return positions.dim() == 2 or positions.shape[:1] == (3,)
-
-
-def _add_text_axis(call: Call) -> dict[str, Any]:
+@rule(
+    REWRITES,
+    "a text axis before three axes of positions",
+    "position_ids",
+    where=lambda call: call.is_ours and call.state.has_axes,
+)
+def _add_text_axis(call: Call) -> dict[str, Any] | None:
     """Return the arguments with positions [4, B, S], in whose first axis the model finds documents.
 
     Of three axes it counts tokens from where all are 0. Beside mask indices it is the first of the three.
     """
-    positions = call.named["position_ids"]
-    if positions.dim() == 2:
-        axes = positions.expand(4, *positions.shape)
-    else:
-        text = positions[0] if call.indices is not None else count_axes(positions)
-        axes = torch.cat([text[None], positions])
-    return call.named | {"position_ids": axes}
+    positions = call.tensor("position_ids")
+    if positions is not None and positions.dim() == 2:
+        return call.named | {"position_ids": positions.expand(4, *positions.shape)}
+    if positions is None or positions.shape[:1] != (3,):
+        return None
+    text = positions[0] if call.indices is not None else count_axes(positions)
+    return call.named | {"position_ids": torch.cat([text[None], positions])}
 
 
-def _is_tower(call: Call) -> bool:
-    """Return whether mask indices came to a submodel without tokens, such as an image tower."""
-    return call.indices is not None and call.outer is not None and call.tokens is None
-
-
-REWRITES = (
-    Rewrite(
-        "no mask indices for towers without tokens",
-        _is_tower,
-        lambda call: {name: value for name, value in call.named.items() if name != VECTORS},
-    ),
-    Rewrite("packed rows", lambda call: call.get(PACKED_IDS) is not None and call.state.takes_packed_rows, _pack),
-    Rewrite("a text axis before three axes of positions", _needs_text_axis, _add_text_axis),
-    Rewrite("boundaries for recurrent kernels", takes_boundaries, add_boundaries),
-    Rewrite(
-        "positions from the model's first number",
-        lambda call: counts_from_later(call) and call.indices is not None,
-        count_from_first,
-    ),
-)
+rule(REWRITES, "boundaries for recurrent kernels", where=has_documents)(add_boundaries)
+rule(REWRITES, "positions from the model's first number", VECTORS, where=counts_from_later)(count_from_first)

@@ -268,7 +268,7 @@ def test_paths_in_a_trainer_of_trl_raise(tmp_path):
     collator = DataCollatorForTrees(per_path=True)
     data = Dataset.from_list([TREE] * 4)
     trainer = SFTTrainer(trained, args, collator, train_dataset=data, processing_class=word_tokenizer())
-    with pytest.raises(ValueError, match="use the plain Trainer without smoothing and fused losses"):
+    with pytest.raises(ValueError, match="Use the plain Trainer without smoothing and fused losses"):
         trainer.train()
 
 
@@ -284,7 +284,7 @@ def test_paths_under_the_fused_loss_of_liger_raise():
     lce_forward.__module__ = "liger_kernel.transformers.model.llama"
     trained.forward = lce_forward  # as use_liger_kernel=True does
     batch = DataCollatorForTrees(per_path=True)([TREE])
-    with pytest.raises(ValueError, match="use the plain Trainer without smoothing and fused losses"):
+    with pytest.raises(ValueError, match="Use the plain Trainer without smoothing and fused losses"):
         trained.train()(**batch, use_cache=False)
     assert trained.eval()(**batch, use_cache=False).loss > 0  # Liger has the model's loss there
 

@@ -7,7 +7,7 @@ from tools.model_pairs import assert_near, positions, tokens
 
 from flashmask_hf import masks
 from flashmask_hf.hf.call import Call, count_axes
-from flashmask_hf.hf.facts import splits_four_axes
+from flashmask_hf.hf.families import splits_four_axes
 from flashmask_hf.hf.rewrites import rewrite
 
 PLACES = positions([4, 1, 6])

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from flashmask_hf.hf.call import Call
 from flashmask_hf.hf.checks import ignored, mixed, positions, recurrent, trees
-from flashmask_hf.hf.checks.check import Check, require
+from flashmask_hf.hf.rules import applicable, require
 
-__all__ = ["CHECKS", "Check", "run_checks"]
+__all__ = ["CHECKS", "run_checks"]
 
-CHECKS: tuple[Check, ...] = (
-    *ignored.CHECKS,
-    *trees.CHECKS,
-    *mixed.CHECKS,
-    *recurrent.CHECKS,
-    *positions.CHECKS,
-)
+CHECKS = [*ignored.CHECKS, *trees.CHECKS, *mixed.CHECKS, *recurrent.CHECKS, *positions.CHECKS]
 
 
 def run_checks(call: Call, *, after: bool = False) -> None:
@@ -26,9 +20,9 @@ def run_checks(call: Call, *, after: bool = False) -> None:
         Exception: the first error of `CHECKS`.
     """
     seen = not after and _has_arguments_of_outer(call)
-    for check in CHECKS:
+    for check in applicable(CHECKS, call):
         if check.after is after and (check.parts or not seen):
-            verdict = check.verdict(call)
+            verdict = check.run(call)
             if verdict is not None:
                 require(check, call, verdict)
 
@@ -38,4 +32,4 @@ def _has_arguments_of_outer(call: Call) -> bool:
     outer = call.outer
     if outer is None or outer.config is not call.config:
         return False
-    return all(outer.get(name) is value for name, value in call.named.items() if value is not None)
+    return all(outer.named.get(name) is value for name, value in call.named.items() if value is not None)

@@ -11,20 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from flashmask_hf.hf.call import Call, cache_of
-from flashmask_hf.hf.checks.check import Check, Verdict, rule
 from flashmask_hf.hf.checks.recurrent import is_guarded
 from flashmask_hf.hf.documents import next_flagged
-from flashmask_hf.hf.facts import is_split_by_torch
-from flashmask_hf.hf.families import family_of
 from flashmask_hf.hf.keywords import context_parallel_message
 from flashmask_hf.hf.models import is_compiled, state_of
+from flashmask_hf.hf.rules import Rule, Verdict, rule, text_attention
 from flashmask_hf.intervals import outer_rows
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import NAMES, PACKED_IDS, VECTORS
+from flashmask_hf.torch_internals import is_split_by_torch
 
 __all__ = ["CHECKS", "differs", "every_layer", "hides_more", "marks_documents"]
 
-CHECKS: list[Check] = []
+CHECKS: list[Rule] = []
 
 
 def hides_more(indices: Tensor, attention_mask: Any) -> Tensor:
@@ -71,17 +70,9 @@ def differs(indices: Tensor, ends: Tensor | None, attention_mask: Any) -> Tensor
     return wrong
 
 
-def _text_implementation(call: Call) -> str:
-    """Return the attention that the mask indices are for: the text model's."""
-    return call.config.get_text_config()._attn_implementation
-
-
 def _is_ignored(call: Call) -> bool:
-    """Return whether mask indices [B, H, S, n] reach another attention that gets no packed rows."""
-    indices = call.tensor(VECTORS, 4)
-    if indices is None or call.tokens is None or call.get(PACKED_IDS) is not None or indices.dtype != torch.int32:
-        return False
-    return _text_implementation(call) not in NAMES
+    """Return whether mask indices reach another attention that gets no packed rows."""
+    return call.get(PACKED_IDS) is None and text_attention(call) not in NAMES
 
 
 def _ends_of_documents(call: Call) -> Tensor:
@@ -94,7 +85,7 @@ def _ends_of_documents(call: Call) -> Tensor:
     if use_cache is None:
         use_cache = getattr(call.config.get_text_config(), "use_cache", False)
     alone = cache_of(call.named) is None and call.get("attention_mask") is None and not use_cache
-    if "flash" in _text_implementation(call) and batch > 1:  # FlashAttention finds them in a single row
+    if "flash" in text_attention(call) and batch > 1:  # FlashAttention finds them in a single row
         alone = False
     if alone and positions is not None and positions.shape[1] == length:
         return next_flagged(positions[:, 1:] == 0)
@@ -108,13 +99,15 @@ def marks_documents(call: Call) -> bool:
         mask = call.get("attention_mask")
         flat = mask is None or (isinstance(mask, Tensor) and mask.dim() == 2)  # masks of a static cache are made before
         return call.is_ours and flat and call.tensor("position_ids", 2) is not None
-    if call.get(PACKED_IDS) is not None or call.tensor(VECTORS, 4) is None or call.tokens is None:
+    if call.get(PACKED_IDS) is not None or call.tokens is None:
         return False
-    name = _text_implementation(call)
-    if "flash" in name and name not in NAMES:
-        return False
-    known = name in NAMES or indices.shape[3] == 1  # others are refused where they hide anything
-    return known and indices.shape[2] == call.tokens.shape[1]
+    name = text_attention(call)  # of another attention, other forms are refused where they hide anything
+    return name in NAMES or (_covers_tokens(call) and indices.shape[3] == 1 and "flash" not in name)
+
+
+def _covers_tokens(call: Call) -> bool:
+    """Return whether the mask indices are a tensor [B, H, S, n] of the call's tokens."""
+    return call.tensor(VECTORS, 4) is not None and call.indices.shape[2] == call.tokens.shape[1]
 
 
 def every_layer(call: Call) -> tuple[bool, str]:
@@ -127,69 +120,57 @@ def every_layer(call: Call) -> tuple[bool, str]:
     )
 
 
-@rule(CHECKS, "a `FlashMask` as `attention_mask`", TypeError)
+@rule(CHECKS, "a `FlashMask` as `attention_mask`", "attention_mask", error=TypeError)
 def _takes_no_flash_mask(call: Call) -> Verdict:
-    if not isinstance(call.get("attention_mask"), FlashMask):
-        return None
-    return False, (
+    return not isinstance(call.get("attention_mask"), FlashMask), (
         f"attention_mask is a FlashMask, which transformers does not take; pass {VECTORS}=mask.indices if the "
         "model and the mask are causal, else mask.bidirectional().indices, and no attention_mask"
     )
 
 
-@rule(CHECKS, "context parallelism of torch or accelerate", NotImplementedError)
-def _is_not_split_by_torch(call: Call) -> Verdict:
-    if call.is_ours and is_split_by_torch():
-        return False, context_parallel_message(call.implementation)
-    return None
+@rule(
+    CHECKS,
+    "context parallelism of torch or accelerate",
+    where=lambda call: call.is_ours,
+    error=NotImplementedError,
+)
+def _is_not_split_by_torch(call: Call) -> Verdict | None:
+    return (False, context_parallel_message(call.implementation)) if is_split_by_torch() else None
 
 
-@rule(CHECKS, "one process that sees several GPUs, so that Trainer takes `DataParallel`")
-def _is_no_replica(call: Call) -> Verdict:
-    return call.indices is None or not getattr(call.model, "_is_replica", False), (
+@rule(CHECKS, "one process that sees several GPUs, so that Trainer takes `DataParallel`", VECTORS)
+def _is_no_replica(call: Call) -> Verdict | None:
+    if not getattr(call.model, "_is_replica", False):
+        return None
+    return False, (
         "torch.nn.DataParallel splits a batch by rows, so it cannot run one packed row on several GPUs; start a "
         "process per GPU with accelerate launch or torchrun, or set CUDA_VISIBLE_DEVICES=0"
     )
 
 
-@rule(CHECKS, "batches of the preference and reward collators in stock TRL")
-def _runs_packed_rows(call: Call) -> Verdict:
-    if call.tensor(VECTORS) is None or call.get(PACKED_IDS) is None or call.tokens is None:
+@rule(CHECKS, "batches of the preference and reward collators in stock TRL", VECTORS, PACKED_IDS)
+def _runs_packed_rows(call: Call) -> Verdict | None:
+    if call.tokens is None:
         return None
-    runs_whole = call.tokens.shape[1] > 1 and _text_implementation(call) not in NAMES
+    runs_whole = call.tokens.shape[1] > 1 and text_attention(call) not in NAMES
     return runs_whole or state_of(call.model.base_model).takes_packed_rows, (
         f"{PACKED_IDS} are packed rows, which this {call.name} would not run: take the trainer of the collator "
         "(SharedQuestionDPOTrainer, MultiAnswerRewardTrainer) or another collator"
     )
 
 
-@rule(CHECKS, "mask indices for AIMv2's text tower, which drops them", NotImplementedError, parts=True)
-def _keeps_indices(call: Call) -> Verdict:
-    if call.indices is None or not call.is_ours or not family_of(call.config).drops_indices:
+@rule(CHECKS, "packed rows under another attention, without positions or with a cache", VECTORS, where=_is_ignored)
+def _is_same_mask(call: Call) -> Verdict | None:
+    indices, asked = call.tensor(VECTORS, 4), f"attn_implementation='{text_attention(call)}'"
+    if indices is None or call.tokens is None or indices.dtype != torch.int32:
         return None
-    return False, (
-        f"models of type {call.config.model_type!r} keep keywords from their layers, so {VECTORS} would be ignored "
-        "without a word; pass a 2D attention_mask and one document per row"
-    )
-
-
-@rule(CHECKS, "mask indices of a longer row under another attention, as with context parallelism")
-def _is_whole_row(call: Call) -> Verdict:
-    if not _is_ignored(call):
-        return None
-    row, length = call.indices.shape[2], call.tokens.shape[1]
-    if length == 1 or row <= length:
-        return None
-    return False, (
-        f"{VECTORS} are of a row of {row} tokens, of which the call has {length}, and attn_implementation="
-        f"'{_text_implementation(call)}' ignores them; take PackedSFTTrainer with 'flashmask'"
-    )
-
-
-@rule(CHECKS, "packed rows under another attention, without positions or with a cache")
-def _is_same_mask(call: Call) -> Verdict:
-    indices = call.indices
-    if not _is_ignored(call) or indices.shape[2] != call.tokens.shape[1]:
+    row, length = indices.shape[2], call.tokens.shape[1]
+    if row > length > 1:  # a single token is decoded, with the mask indices left among the keywords
+        return False, (
+            f"{VECTORS} are of a row of {row} tokens, of which the call has {length}, and {asked} ignores them; take "
+            "PackedSFTTrainer with 'flashmask'"
+        )
+    if row != length:
         return None
     ends, way_out = None, "or pass one document per row"
     if indices.shape[3] == 1:
@@ -198,37 +179,30 @@ def _is_same_mask(call: Call) -> Verdict:
             "or, for packed documents, pass position_ids, use_cache=False and no mask",
         )
     return ~differs(indices.detach(), ends, call.get("attention_mask")).any(), (
-        f"{VECTORS} hide tokens, but attn_implementation='{_text_implementation(call)}' ignores them; load it with "
-        f"'flashmask', {way_out}"
+        f"{VECTORS} hide tokens, but {asked} ignores them; load it with 'flashmask', {way_out}"
     )
 
 
 @rule(CHECKS, "document boundaries that no mask and no layer of the model reads", after=True)
-def _are_documents_read(call: Call) -> Verdict:
+def _are_documents_read(call: Call) -> Verdict | None:
     if call.reads or torch.compiler.is_compiling() or (call.outer is not None and marks_documents(call.outer)):
         return None
     if not marks_documents(call) or is_compiled(call.model):
         return None
-    implementation = _text_implementation(call)
     if call.indices is None:
-        return (None if call.documents is None else call.documents.is_one_per_row()), (
-            f"{call.name} hands position_ids neither to its masks nor to its attention, so that documents of a row "
-            f"would see each other; pass {VECTORS} with them"
-        )
-    message = (
-        f"{call.name} makes its masks without position_ids, so documents of a row mix with attn_implementation="
-        f"'{implementation}'; load it with 'flashmask', or pass one document per row"
+        holds = None if call.documents is None else call.documents.is_one_per_row()
+    else:
+        holds = _covers_tokens(call) and ~hides_more(call.indices, call.get("attention_mask")).any()
+    other = "" if call.is_ours else "load it with 'flashmask', or "
+    return holds, (
+        f"{call.name} reads no document boundaries with attn_implementation='{call.implementation}', so documents "
+        f"would see each other; {other}pass one document per row"
     )
-    if implementation in NAMES:
-        message = (
-            f"{call.name} never calls its attention by name, so that it ignores {VECTORS}; pass one document per row"
-        )
-    return ~hides_more(call.indices, call.get("attention_mask")).any(), message
 
 
-@rule(CHECKS, "packed rows in a trainer, in a model some of whose layers get no mask", parts=True, after=True)
-def _reaches_every_layer(call: Call) -> Verdict:
+@rule(CHECKS, "packed rows in a trainer, in a model some of whose layers get no mask", VECTORS, parts=True, after=True)
+def _reaches_every_layer(call: Call) -> Verdict | None:
     state = call.state
-    if call.indices is None or not state.counts_layers or state.is_counted:
+    if not state.counts_layers or state.is_counted or torch.compiler.is_compiling() or is_compiled(call.model):
         return None
-    return None if torch.compiler.is_compiling() or is_compiled(call.model) else every_layer(call)
+    return every_layer(call)

@@ -5,22 +5,22 @@ Linear attention, state spaces and convolutions mix the documents of a packed ro
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from flashmask_hf.hf.call import Call, cache_of
-from flashmask_hf.hf.checks.check import Check, Verdict, require, rule
-from flashmask_hf.hf.documents import document_starts, of_bounds, run_bounds
+from flashmask_hf.hf.documents import Documents, of_numbers, run_bounds
 from flashmask_hf.hf.families import family_of
 from flashmask_hf.hf.models import state_of
+from flashmask_hf.hf.rules import Rule, Verdict, rule
 from flashmask_hf.names import VECTORS
 
-__all__ = ["CHECKS", "add_boundaries", "is_guarded", "takes_boundaries"]
+__all__ = ["CHECKS", "add_boundaries", "has_documents", "is_guarded"]
 
-CHECKS: list[Check] = []
+CHECKS: list[Rule] = []
 
 _JOINS = "the model has recurrent or convolutional layers, which carry tokens from one document into the next"
 _WAY_OUT = "pass one document per row, or take a model of attention alone"
@@ -36,52 +36,33 @@ def is_guarded(model: Any) -> bool:
     )
 
 
-def _has_documents(call: Call) -> bool:
-    """Return whether a recurrent model gets document boundaries of a row of several tokens."""
-    if not call.state.is_recurrent or call.tokens is None or call.tokens.shape[1] == 1:
-        return False
-    if not call.is_ours:
-        return call.indices is not None
-    marks = (VECTORS, "cu_seq_lens_q", "seq_idx", "position_ids")
-    return any(call.get(name) is not None for name in marks)
+def has_documents(call: Call) -> bool:
+    """Return whether a recurrent model gets document boundaries."""
+    marks = ("cu_seq_lens_q", "seq_idx", "position_ids") if call.is_ours else ()
+    return call.state.is_recurrent and any(call.get(name) is not None for name in (VECTORS, *marks))
 
 
-def _documents(call: Call) -> tuple[Tensor, Tensor | None] | None:
-    """Return the number of each token's document, int64 [B or 1, S], and which tokens are real (None for all).
+def _has_rows(call: Call) -> bool:
+    return call.tokens is not None and call.tokens.shape[1] > 1
 
-    Returns None for a call without document boundaries. `seq_idx` precedes positions, as in the kernels.
+
+def documents_of(call: Call) -> Documents | None:
+    """Return the documents as the kernels read them, or None without boundaries: `seq_idx` precedes positions.
+
+    Padding of mask indices [B, 1, S, 1] is a document of its own.
     """
-    length = call.tokens.shape[1]
     if call.indices is not None:
-        return _documents_of_indices(call.indices, length)
-    numbers, positions = call.tensor("seq_idx"), call.positions
-    if call.bounds is not None:
-        return of_bounds(call.bounds, length).numbers() - 1, None
-    if numbers is not None:
-        return numbers.to(torch.int64), None
-    if positions is None:
-        return None
-    numbers, real = document_starts(positions).cumsum(-1), call.padding
-    return numbers if real is None else numbers.expand(real.shape), real
+        ends = call.indices[:, 0, :, 0]
+        real, token = ends > 0, torch.arange(1, ends.shape[1], device=ends.device)
+        joined = (real[:, 1:] == real[:, :-1]) & (~real[:, 1:] | (ends[:, :-1] != token))
+        return Documents(nn.functional.pad(~joined, (1, 0), value=True), *run_bounds(joined))
+    numbers = call.tensor("seq_idx")
+    return call.documents if numbers is None or call.bounds is not None else of_numbers(numbers)
 
 
-def _documents_of_indices(indices: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Return `_documents` of mask indices [B, 1, S, 1], in which padding has 0 and is a document of its own."""
-    real, joined = _joined(indices, length)
-    return nn.functional.pad((~joined).cumsum(-1), (1, 0)), real
-
-
-def _joined(indices: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Return which tokens of mask indices are real [B, S], and which continue the token before them [B, S - 1]."""
-    ends = indices[:, 0, :, 0]
-    real = ends > 0
-    column = torch.arange(1, length, device=ends.device)
-    return real, (real[:, 1:] == real[:, :-1]) & (~real[:, 1:] | (ends[:, :-1] != column))
-
-
-def takes_boundaries(call: Call) -> bool:
+def _takes_boundaries(call: Call) -> bool:
     """Return whether every recurrent layer keeps the call's documents apart."""
-    return _has_documents(call) and _obstacle(call) is None and (call.indices is None or _has_form(call))
+    return _obstacle(call) is None and (call.indices is None or _has_form(call))
 
 
 def _obstacle(call: Call) -> str | None:
@@ -98,22 +79,20 @@ def _obstacle(call: Call) -> str | None:
     return None
 
 
-def add_boundaries(call: Call) -> dict[str, Any]:
+def add_boundaries(call: Call) -> dict[str, Any] | None:
     """Return the arguments with the boundaries by which kernels keep documents apart.
 
     These are `seq_idx`, mask indices for the attention beside the kernels, and for the delta rule `cu_seq_lens_q` and
     `cu_seq_lens_k`, whose shape, the number of documents, the host waits for. Several documents then have no cache.
     """
-    if call.indices is not None:
-        require(_are_flat, call, _are_flat.verdict(call))
-    found = _documents(call)
-    if found is None:
-        return call.named
-    numbers = found[0].expand(call.tokens.shape[0], -1)
+    documents = documents_of(call) if _has_rows(call) and _takes_boundaries(call) else None
+    if documents is None:
+        return None
+    numbers = documents.numbers().expand(call.tokens.shape[0], -1)
     numbers = numbers - numbers[:, :1]
-    ends = run_bounds(numbers.diff() == 0)[1].to(torch.int32)
     added: dict[str, Any] = {"seq_idx": numbers.to(torch.int32)}
     if call.indices is None:
+        ends = documents.end.to(torch.int32).expand_as(numbers)
         added[VECTORS] = ends[:, None, :, None]
     if "flash-linear-attention" in family_of(call.config).kernels:
         last = nn.functional.pad(numbers[0].diff() != 0, (1, 1), value=True)
@@ -129,39 +108,41 @@ def _has_form(call: Call) -> bool:
     return indices is not None and indices.shape[1:] == (1, call.tokens.shape[1], 1)
 
 
-@rule(CHECKS, "mask indices of another shape in a model with recurrent or convolutional layers", parts=True)
-def _have_form(call: Call) -> Verdict:
-    if call.indices is None or not _has_documents(call) or _has_form(call):
+@rule(
+    CHECKS,
+    "mask indices other than of causal documents in a model with recurrent or convolutional layers",
+    VECTORS,
+    where=has_documents,
+    parts=True,
+    waits=True,
+)
+def _are_of_documents(call: Call) -> Verdict | None:
+    if not _has_rows(call):
         return None
-    got = list(call.indices.shape) if isinstance(call.indices, Tensor) else type(call.indices).__name__
-    return False, (
-        f"{VECTORS} in a model with recurrent or convolutional layers must be of causal documents one after another as "
-        f"[B, 1, {call.tokens.shape[1]}, 1], got {got}; or pass one sequence per row"
-    )
-
-
-@rule(CHECKS, "mask indices other than of causal documents in such a model", parts=True, waits=True)
-def _are_flat(call: Call) -> Verdict:
-    if call.indices is None or not _has_documents(call):
-        return None
-    ends = call.indices[:, 0, :, 0]
-    real, joined = _joined(call.indices, ends.shape[1])
+    if not _has_form(call):
+        got = list(call.indices.shape) if isinstance(call.indices, Tensor) else type(call.indices).__name__
+        return False, (
+            f"{VECTORS} in a model with recurrent or convolutional layers must be of causal documents one after "
+            f"another as [B, 1, {call.tokens.shape[1]}, 1], got {got}; or pass one sequence per row"
+        )
+    ends, documents = call.indices[:, 0, :, 0], cast(Documents, documents_of(call))
     message = f"{_JOINS}; pass {VECTORS} of causal documents one after another, or one sequence per row"
-    return ((run_bounds(joined)[1] == ends) | ~real).all(), message
+    return ((documents.end == ends) | (ends <= 0)).all(), message
 
 
 @rule(
     CHECKS,
     "packed rows in a model with recurrent or convolutional layers, any trainer",
+    where=has_documents,
     parts=True,
     waits=True,
 )
-def _is_one_document(call: Call) -> Verdict:
-    found = None if not _has_documents(call) or takes_boundaries(call) else _documents(call)
-    if found is None:
+def _is_one_document(call: Call) -> Verdict | None:
+    documents = documents_of(call) if _has_rows(call) and not _takes_boundaries(call) else None
+    if documents is None:
         return None
-    last, real = found
-    first = last
-    if real is not None:
-        last, first = last.masked_fill(~real, -1), last.masked_fill(~real, last.shape[-1])
-    return (last.amax(-1) <= first.amin(-1)).all(), f"{_JOINS}; {_obstacle(call)}"
+    numbers, real = documents.numbers(), call.padding if call.indices is None else call.indices[:, 0, :, 0] > 0
+    if real is None:
+        real = numbers >= 0
+    last, first = torch.where(real, numbers, -1).amax(-1), torch.where(real, numbers, numbers.shape[-1] + 1).amin(-1)
+    return (last <= first).all(), f"{_JOINS}; {_obstacle(call)}"

@@ -12,14 +12,15 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import LOSS_MAPPING
 
 from flashmask_hf.hf.call import Call
-from flashmask_hf.hf.checks.check import Check, Verdict, rule
+from flashmask_hf.hf.models import state_of
+from flashmask_hf.hf.rules import Rule, Verdict, rule
 from flashmask_hf.intervals import outer_rows
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import IGNORED, PACKED_IDS, VECTORS
 
-__all__ = ["CHECKS", "follows_document", "subtree_ends", "tree_positions_fit", "tree_positions_message"]
+__all__ = ["CHECKS", "has_one_document", "mask_of", "tree_positions_fit", "tree_positions_message"]
 
-CHECKS: list[Check] = []
+CHECKS: list[Rule] = []
 
 
 def tree_positions_fit(mask: FlashMask, position_ids: Tensor | None) -> Tensor:
@@ -55,7 +56,7 @@ def tree_positions_message(position_ids: Tensor | None) -> str:
     )
 
 
-def follows_document(ends: Tensor) -> Tensor:
+def _follows_document(ends: Tensor) -> Tensor:
     """Return which tokens start a document right after another's last token; bool of the shape of `ends`, [..., S].
 
     Args:
@@ -117,90 +118,83 @@ def _branches(ends: Tensor) -> tuple[Tensor, Tensor]:
     return has_parent & is_tree & after_real & (parent < token - 1), parent
 
 
-def _is_own_loss(call: Call) -> bool:
-    """Return whether the model computes a causal loss from labels of a row with mask indices."""
-    model = call.model
-    if call.indices is None or call.get(PACKED_IDS) is not None:  # its labels are of the usual batch
-        return False
-    asked = call.get("labels") is not None and model.base_model is not model
-    return asked and model.loss_function is LOSS_MAPPING["ForCausalLM"]
-
-
-def _shifted_labels(call: Call) -> tuple[Tensor, Tensor] | None:
-    """Return LTS [B, S] and the labels [B, S] that the model's loss shifts by one; None if their forms do not fit."""
-    indices, labels = call.tensor(VECTORS, 4), call.tensor("labels", 2)
-    if not _is_own_loss(call) or indices is None or indices.dtype != torch.int32 or indices.shape[1] != 1:
+def mask_of(call: Call) -> FlashMask | None:
+    """Return the mask of the caller's indices, or None if their form does not fit."""
+    indices = call.tensor(VECTORS, 4)
+    if indices is None or indices.dtype != torch.int32 or indices.shape[3] not in (1, 2, 4):
         return None
-    return None if labels is None or call.get("shift_labels") is not None else (indices, labels)
+    causal = not state_of(call.model.base_model).is_bidirectional and indices.shape[3] < 4
+    return FlashMask(indices, causal) if causal or indices.shape[3] > 1 else None
 
 
-def _learned(call: Call) -> tuple[Tensor, Tensor] | None:
-    """Return `subtree_ends` [B, 1, S] of the mask indices and which tokens have a label, bool [B, S]."""
-    found = _shifted_labels(call)
-    if found is None or found[0].shape[2] != found[1].shape[1]:
+def has_one_document(call: Call) -> Tensor | None:
+    """Return whether a call has at most one document per row, bool []; None if it has no document boundaries."""
+    mask, documents = mask_of(call), call.documents
+    if mask is not None and call.positions is None:
+        return ~_follows_document(subtree_ends(mask)).any()
+    if mask is None or documents is None or mask.kv_len != documents.starts.shape[1]:
+        return None if documents is None else documents.is_one_per_row()
+    shown = (mask.indices[:, 0] > 0).any(-1)  # padding has positions 0
+    return ((documents.starts & shown).sum(-1) <= 1).all()
+
+
+def _has_own_loss(call: Call) -> bool:
+    """Return whether a model with a head gets labels beside mask indices of its own rows."""
+    return call.get(PACKED_IDS) is None and call.model.base_model is not call.model
+
+
+def _shifted_labels(call: Call) -> tuple[FlashMask, Tensor] | None:
+    """Return the mask of one head and the labels [B, S] that the model's loss shifts by one; None if one is missing."""
+    mask, labels = mask_of(call), call.tensor("labels", 2)
+    if mask is None or labels is None or mask.indices.shape[1] != 1 or call.get("shift_labels") is not None:
         return None
-    indices, labels = found
-    ends = subtree_ends(FlashMask(indices, causal=indices.shape[3] < 4))
-    return ends, (labels != IGNORED).to(ends.device)
+    return (mask, labels) if call.model.loss_function is LOSS_MAPPING["ForCausalLM"] else None
 
 
-def _has_paths(call: Call) -> bool:
-    return call.indices is not None and call.tensor("shift_labels", 3) is not None
-
-
-@rule(CHECKS, "labels of every path of a tree in a trainer that computes its own loss (label smoothing)")
-def _takes_own_loss(call: Call) -> Verdict:
-    model = call.model
-    if not _has_paths(call) or not model.training or model.base_model is model:
+@rule(
+    CHECKS,
+    "labels of every path of a tree in a model without `tree_loss`",
+    VECTORS,
+    "shift_labels",
+    where=_has_own_loss,
+)
+def _takes_paths(call: Call) -> Verdict | None:
+    model, has_labels = call.model, call.get("labels") is not None
+    if call.tensor("shift_labels", 3) is None or not (model.training or has_labels):
         return None
     is_fused = call.get("fused_lm_head") or getattr(model.forward, "__module__", "").startswith("liger_kernel.")
-    return call.get("labels") is not None and not is_fused, (  # else a trainer, TRL's head or Liger computes it
-        "shift_labels are those of every path of a tree, which only the model's loss takes; use the plain Trainer "
-        "without smoothing and fused losses, or DataCollatorForTrees without per_path"
+    takes_paths = has_labels and model.loss_function is not LOSS_MAPPING["ForCausalLM"]
+    return takes_paths and not (is_fused and model.training), (
+        "shift_labels of all paths of a tree need model.loss_function = flashmask_hf.collators.tree_loss (PEFT: of "
+        "get_base_model()). Use the plain Trainer without smoothing and fused losses, or per_path=False"
     )
 
 
-@rule(CHECKS, "labels of every path of a tree in a model without `tree_loss`")
-def _has_tree_loss(call: Call) -> Verdict:
-    if not _has_paths(call) or not _is_own_loss(call):
-        return None
-    return False, (
-        "shift_labels are those of every path of a tree, which the model's own loss does not take; set "
-        "model.loss_function = flashmask_hf.collators.tree_loss (of model.get_base_model() under PEFT)"
-    )
-
-
-@rule(CHECKS, "`labels` of a shard of a row, at whose edge the model's loss would lose a label")
-def _are_labels_whole(call: Call) -> Verdict:
+@rule(
+    CHECKS,
+    "`labels` of a shard of a row, at whose edge the model's loss would lose a label",
+    VECTORS,
+    "labels",
+    where=_has_own_loss,
+)
+def _are_labels_whole(call: Call) -> Verdict | None:
     found = _shifted_labels(call)
-    if found is None:
-        return None
-    length = found[1].shape[1]
-    if length >= found[0].shape[2]:
+    if found is None or found[1].shape[1] >= found[0].kv_len:
         return None
     return False, (
-        f"labels cover [B, {length}], a shard of the row, and the model's loss would lose one at its edge; pass "
-        "shift_labels (flashmask_hf.parallel.RowSplit.shard)"
+        f"labels cover [B, {found[1].shape[1]}], a shard of the row, and the model's loss would lose one at its edge; "
+        "pass shift_labels (flashmask_hf.parallel.RowSplit.shard)"
     )
 
 
-@rule(CHECKS, "`labels=input_ids`: a branch learned from its sibling")
-def _is_no_branch_learned(call: Call) -> Verdict:
-    found = _learned(call)
-    if found is None:
+@rule(CHECKS, "`labels=input_ids`: a branch learned from its sibling", VECTORS, "labels", where=_has_own_loss)
+def _is_no_first_token_learned(call: Call) -> Verdict | None:
+    found = _shifted_labels(call)
+    if found is None or found[1].shape[1] != found[0].kv_len:
         return None
-    return ~(_branches(found[0])[0][:, 0] & found[1]).any(), (
-        "labels name the first token of a branch, which the model's loss predicts from the last one of its sibling; "
-        "set it to -100 there, or take a trainer of flashmask_hf"
-    )
-
-
-@rule(CHECKS, "`labels=input_ids` of packed documents, from a collator of one's own")
-def _is_no_first_token_learned(call: Call) -> Verdict:
-    found = _learned(call)
-    if found is None:
-        return None
-    return ~(follows_document(found[0][:, 0]) & found[1]).any(), (
-        "labels name the first token of a packed document, which the model's loss predicts from the document before; "
-        "set it to -100 there, as the collators of flashmask_hf do"
+    ends, learned = subtree_ends(found[0]), found[1] != IGNORED
+    first = (_branches(ends)[0] | _follows_document(ends))[:, 0]
+    return ~(first & learned.to(first.device)).any(), (
+        "labels name the first token of a branch or of a packed document, which the model's loss predicts from the "
+        "token before in the row; set it to -100 there, as the collators of flashmask_hf do"
     )

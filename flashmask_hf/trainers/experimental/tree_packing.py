@@ -15,7 +15,6 @@ from torch import Tensor
 from flashmask_hf.hf.call import Call
 from flashmask_hf.hf.models import state_of, unwrap_peft
 from flashmask_hf.hf.packed.rows import check_layers
-from flashmask_hf.hf.rewrites import Rewrite
 from flashmask_hf.names import FLASHMASK, VECTORS
 from flashmask_hf.torch_internals import device_assert
 
@@ -34,8 +33,8 @@ def run_tree_packing(model: Any) -> None:
     """
     check_layers(model)
     backbone = unwrap_peft(model).base_model
-    if _TRIES not in state_of(backbone).rewrites:
-        state_of(backbone).rewrites += (_TRIES,)
+    if _read_layout not in state_of(backbone).rewrites:
+        state_of(backbone).rewrites += (_read_layout,)
         backbone.register_forward_pre_hook(_require_flashmask, with_kwargs=True)
 
 
@@ -56,18 +55,13 @@ def _require_flashmask(backbone: Any, args: tuple[Any, ...], kwargs: dict[str, A
 def _read_layout(call: Call) -> dict[str, Any]:
     """Return the arguments with mask indices in place of TRL's description of a trie."""
     given = _given(call.named)
+    if call.implementation != FLASHMASK or not given:
+        return call.named
     if given.keys() != _KEYWORDS:
         problem = f"AsyncGRPO describes its packed row by {sorted(given)}, not by {sorted(_KEYWORDS)}"
         raise ValueError(f"{problem} as TRL 1.16 does; install that version of TRL")
     rest = {name: value for name, value in call.named.items() if name not in _KEYWORDS}
     return rest | {VECTORS: tree_vectors(call.get("position_ids"), *(given[name] for name in _LAYOUT))}
-
-
-_TRIES = Rewrite(
-    "the mask indices of AsyncGRPO's tries",
-    lambda call: call.implementation == FLASHMASK and _given(call.named),
-    _read_layout,
-)
 
 
 def tree_vectors(position_ids: Tensor | None, kv_index: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tools.calls import run_check
+from tools.model_pairs import model_pair
 from tools.tiny import TRAINER_WARNINGS, llama_config
 from transformers import (
     AlbertConfig,
@@ -127,7 +128,7 @@ def check_scales(positions, mask=None, **fields):
     model = torch.nn.Module()
     model.config = SimpleNamespace(_attn_implementation="flashmask", **fields)
     for words in ("documents of Llama 4", "attention chunks of Llama 4"):
-        run_check(words, model, position_ids=positions, attention_mask=mask)
+        run_check(words, model, input_ids=positions, position_ids=positions, attention_mask=mask)
 
 
 def test_llama_4_scales_from_floor_scale_tokens_on():
@@ -163,13 +164,12 @@ def test_masked_tokens_under_token_dropout_take_one_document_a_row():
         with pytest.raises(RuntimeError, match=r"has token_dropout, .* Pass one document per row"):
             model(**{name: value for name, value in masked.items() if name not in dropped})
     model(input_ids=torch.tensor([[5, 3, 7]]), position_ids=torch.arange(3)[None])
-    model.config.token_dropout = False
-    model(**masked)
+    config = EsmConfig(**sizes | {"token_dropout": False})
+    AutoModelForMaskedLM.from_config(config, attn_implementation="flashmask").eval()(**masked)
 
 
 def test_activated_lora_takes_one_document_a_row():
-    model = torch.nn.Module()
-    model.config = SimpleNamespace(_attn_implementation="flashmask")
+    model, _ = model_pair("llama")
     model.peft_config = {"default": SimpleNamespace(alora_invocation_tokens=[1])}
 
     def check_adapters(call):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tools import model_zoo
 from tools.model_pairs import BOUND, NoSynchronization, assert_near, positions
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers import Aimv2TextConfig, Aimv2TextModel, AutoModelForCausalLM, AutoModelForMaskedLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from flashmask_hf import masks
@@ -104,7 +104,7 @@ def test_the_table_with_padding_counts_beside_other_parts_of_positions():
     model.embeddings.x_position_embeddings = torch.nn.Embedding(8, 32)
     model.embeddings.relative_position_bias = torch.nn.Linear(8, 4)
     model.set_attn_implementation("flashmask")
-    with pytest.raises(RuntimeError, match="RobertaModel counts positions from 2"):
+    with pytest.raises(RuntimeError, match="RobertaModel counts from 2"):
         model(input_ids=torch.arange(6, 12)[None], position_ids=positions([3, 3]))
 
 
@@ -113,7 +113,7 @@ def test_positions_of_padding_are_refused():
     vectors = masks.document([3, 3]).indices
     with pytest.raises(RuntimeError, match="position_ids of RobertaModel must count from 2 in every document"):
         model(input_ids=ids, position_ids=positions([3, 3]) + 1, startend_row_indices=vectors)
-    with pytest.raises(RuntimeError, match=r"start again at 0, but RobertaModel counts positions from 2.*with them"):
+    with pytest.raises(RuntimeError, match=r"start again in one row, but RobertaModel counts from 2.*with them"):
         model(input_ids=ids, position_ids=positions([3, 3]))
     for legal in ([2, 3, 4, 5, 6, 7], [0, 0, 2, 3, 4, 5], [0, 0, 0, 1, 2, 3], [2, 3, 4, 1, 1, 1], [2, 3, 4, 0, 0, 0]):
         model(input_ids=ids, position_ids=torch.tensor([legal]))
@@ -131,9 +131,9 @@ def test_documents_that_positions_alone_tell_are_refused(is_decoder):
     """RoBERTa does not hand `position_ids` to its masks, nor to its attention."""
     model, ids, numbers = build("roberta", "flashmask", is_decoder=is_decoder), torch.arange(6, 12), positions([3, 3])
     call = dict(input_ids=ids[None], position_ids=numbers + 2)
-    with pytest.raises(RuntimeError, match=r"start again at 2 in one row, but RobertaModel .*pass startend_row"):
+    with pytest.raises(RuntimeError, match=r"start again in one row, but RobertaModel .*pass startend_row"):
         model(**call)
-    with pytest.raises(RuntimeError, match="start again at 2"):
+    with pytest.raises(RuntimeError, match="start again in one row"):
         model(**call, attention_mask=torch.ones(1, 6))
     model(**call, attention_mask=torch.tensor([[1, 1, 1, 0, 1, 1]]))  # of padding, a position means nothing
     model(input_ids=ids[None], position_ids=torch.tensor([[2, 2, 2, 3, 4, 5]]), attention_mask=ids[None] > 7)
@@ -174,7 +174,7 @@ def test_documents_without_positions_are_refused(family):
     model = build("roberta", "flashmask") if family == "roberta" else model_zoo.build(family, "flashmask")
     mask = masks.document([3, 3]) if family in ("bert", "roberta") else masks.causal_document([3, 3])
     call = dict(input_ids=torch.arange(6, 12)[None], startend_row_indices=mask.indices)
-    with pytest.raises(RuntimeError, match="embeds positions, and would number several documents of startend_row"):
+    with pytest.raises(RuntimeError, match=r"embeds positions, and would number .*; pass position_ids"):
         model(**call)
     model(**call, position_ids=positions([3, 3]))
     one = masks.padding([4], kv_len=6) if mask.causal else masks.document([4], kv_len=6)
@@ -183,7 +183,7 @@ def test_documents_without_positions_are_refused(family):
     model(**one_call, cu_seq_lens_q=torch.tensor([0, 3, 6]))  # vectors win
     if mask.causal:
         for edges in ([0, 3, 6], [0, 1, 6]):
-            with pytest.raises(RuntimeError, match="would number the documents of cu_seq_lens_q from end to end"):
+            with pytest.raises(RuntimeError, match="would number documents from end to end"):
                 model(input_ids=call["input_ids"], cu_seq_lens_q=torch.tensor(edges))
         model(input_ids=call["input_ids"], cu_seq_lens_q=torch.tensor([0, 6, 6]))
 
@@ -211,3 +211,20 @@ def test_other_models_need_no_positions():
     for mask in (masks.causal_document([3, 3]), masks.document([3, 3])):
         with pytest.raises(NotImplementedError, match="models with an encoder and a decoder do not take them"):
             model_zoo.build("bart", "flashmask")(**call | {"startend_row_indices": mask.indices})
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_model_that_takes_no_positions_refuses_documents(masked):
+    """AIMv2's text tower numbers a row from end to end, and keeps keywords from its layers."""
+    sizes = dict(vocab_size=48, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
+    config = Aimv2TextConfig(**sizes, eos_token_id=2, max_position_embeddings=16)
+    model = Aimv2TextModel._from_config(config, attn_implementation="flashmask").eval()
+    mask = torch.ones(1, 6, dtype=torch.int64) if masked else None
+    call = dict(input_ids=torch.arange(6, 12)[None], attention_mask=mask)
+    model(**call)
+    vectors = masks.causal_document([3, 3]).indices
+    for packed in ({"position_ids": positions([3, 3])}, {"startend_row_indices": vectors}):
+        with pytest.raises((RuntimeError, ValueError), match=r"takes none \(AIMv2\), one document per row"):
+            model(**call, **packed)
+    model.set_attn_implementation("sdpa")
+    model(**call | {"attention_mask": None}, startend_row_indices=masks.causal(6).indices)

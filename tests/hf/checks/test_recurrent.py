@@ -9,15 +9,12 @@ import transformers
 from tools import model_zoo
 from tools.calls import check_call
 from tools.model_pairs import NoSynchronization, assert_near, model_pair, positions, tokens
-from transformers import Aimv2TextConfig, Aimv2TextModel
 
 from flashmask_hf import masks
 from flashmask_hf.collators import DataCollatorForPackedLanguageModeling
-from flashmask_hf.hf import families
+from flashmask_hf.hf import families, rules
 from flashmask_hf.hf.call import Call
-from flashmask_hf.hf.checks import check as check_module
-from flashmask_hf.hf.checks import recurrent
-from flashmask_hf.hf.checks.recurrent import is_guarded
+from flashmask_hf.hf.checks.recurrent import documents_of, is_guarded
 from flashmask_hf.hf.models import state_of
 from flashmask_hf.hf.packed.rows import check_layers
 from flashmask_hf.hf.rewrites import rewrite
@@ -44,8 +41,8 @@ def packed(lengths=LENGTHS, **options):
 
 
 def numbered(call, model=None):
-    """Return `_documents` of a call of six tokens."""
-    return recurrent._documents(Call(model or cached("lfm2"), (), {"input_ids": torch.ones(1, 6)} | call))
+    """Return the number of each token's document in a call of six tokens."""
+    return documents_of(Call(model or cached("lfm2"), (), {"input_ids": torch.ones(1, 6)} | call)).numbers()
 
 
 def rewritten(model, *args, **kwargs):
@@ -102,23 +99,19 @@ def test_a_document_hidden_in_part_by_a_2d_mask_raises():
 def test_bounds_of_several_documents_count_before_positions():
     def numbers(*edges, lengths=(6,)):
         call = dict(cu_seq_lens_q=torch.tensor(edges, dtype=torch.int32), position_ids=positions(lengths))
-        return numbered(call)[0].tolist()
+        return numbered(call).tolist()
 
-    assert numbers(0, 2, 5, 6) == [[0, 0, 1, 1, 1, 2]]
+    assert numbers(0, 2, 5, 6) == [[1, 1, 2, 2, 2, 3]]
     assert numbers(0, 6, lengths=(3, 3)) == [[1, 1, 1, 2, 2, 2]]
 
 
 def test_positions_and_masks_of_a_batch():
     four = positions([3, 3]).expand(4, 6)
-    numbers, real = numbered(dict(position_ids=four, input_ids=torch.ones(4, 6)))
-    assert numbers.tolist() == [[1, 1, 1, 2, 2, 2]] * 4
-    assert real is None
+    assert numbered(dict(position_ids=four, input_ids=torch.ones(4, 6))).tolist() == [[1, 1, 1, 2, 2, 2]] * 4
     call = dict(position_ids=four[:1], attention_mask=torch.tensor([[1] * 8, [0] * 4 + [1] * 4]))
-    numbers, real = numbered(call)
-    assert numbers.shape == real.shape == (2, 6)
-    assert real.int().tolist() == [[1] * 6, [0, 0, 1, 1, 1, 1]]
+    assert numbered(call).tolist() == [[1, 1, 1, 2, 2, 2], [0, 0, 1, 2, 2, 2]]
     for mask in (torch.ones(1, 3), torch.ones(1, 1, 6, 6)):
-        assert numbered(call | {"attention_mask": mask})[1] is None
+        assert numbered(call | {"attention_mask": mask}).tolist() == [[1, 1, 1, 2, 2, 2]]
 
 
 @pytest.mark.parametrize("mask", [masks.share_question([(3, [2, 2])]), masks.document([7]), masks.sliding_window(7, 2)])
@@ -208,7 +201,7 @@ def test_the_first_forward_alone_waits_for_the_device(monkeypatch):
     model = model_zoo.build("lfm2", "flashmask")
     call = dict(input_ids=tokens(1, 6), position_ids=positions([6]))
     model(**call)
-    monkeypatch.setattr(check_module, "device_assert", lambda *_: None)
+    monkeypatch.setattr(rules, "device_assert", lambda *_: None)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     with NoSynchronization():
         check_call(model.model, **call)
@@ -340,17 +333,3 @@ def test_inputs_that_are_no_tokens_are_left_alone():
 def test_missing_kernels_are_named():
     with pytest.raises(ValueError, match="run it on a GPU with causal-conv1d and flash-linear-attention installed, or"):
         cached("qwen3_5")(input_ids=tokens(1, 6), position_ids=positions([3, 3]))
-
-
-@pytest.mark.parametrize("masked", [False, True])
-def test_aimv2_text_tower_refuses_vectors_that_it_would_drop(masked):
-    sizes = dict(vocab_size=48, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
-    config = Aimv2TextConfig(**sizes, eos_token_id=2, max_position_embeddings=16)
-    model = Aimv2TextModel._from_config(config, attn_implementation="flashmask").eval()
-    call = dict(input_ids=tokens(1, 6), attention_mask=torch.ones(1, 6, dtype=torch.int64) if masked else None)
-    model(**call)
-    vectors = masks.causal_document([3, 3]).indices
-    with pytest.raises(NotImplementedError, match="startend_row_indices would be ignored"):
-        model(**call, startend_row_indices=vectors)
-    model.set_attn_implementation("sdpa")
-    model(**call | {"attention_mask": None}, startend_row_indices=masks.causal(6).indices)

@@ -57,7 +57,7 @@ def test_positions_that_a_model_keeps_from_its_masks_are_read(build):
 def test_positions_that_nothing_reads_are_refused(family):
     model = model_zoo.build(family, "flashmask")
     call = Call(model, (), dict(input_ids=IDS, position_ids=PACKED))
-    with pytest.raises(RuntimeError, match=r"hands position_ids neither to its masks.*pass startend_row"):
+    with pytest.raises(RuntimeError, match=r"reads no document boundaries .*'flashmask', .*; pass one document"):
         run_checks(call, after=True)
     assert current.call is None
 
@@ -103,7 +103,7 @@ FALCON = ["falcon"] if Version(transformers.__version__) < Version("5.24") else 
 @pytest.mark.parametrize("family", ["gpt_oss", "opt", "qwen2_5_vl_text", "bloom", *FALCON])
 def test_documents_are_refused_where_another_attention_does_not_find_them(family):
     model = model_zoo.build(family, "eager")
-    message = r"makes its masks without position_ids, .*'eager'; load it with 'flashmask', or pass one document per row"
+    message = r"reads no document boundaries with .*'eager', .*; load it with 'flashmask', or pass one document per row"
     with pytest.raises(RuntimeError, match=message):
         model(**PACKED_ROW)
     one = PACKED_ROW | {"position_ids": positions([9]), "startend_row_indices": masks.causal(9).indices}
@@ -144,7 +144,7 @@ def test_documents_are_looked_for_anew_after_a_change_of_attention():
     want = torch.cat([model(input_ids=part)[0] for part in IDS.split([4, 5], 1)], 1)
     assert_near(model(**PACKED_ROW)[0], want)
     model.set_attn_implementation("eager")
-    with pytest.raises(RuntimeError, match="makes its masks without position_ids"):
+    with pytest.raises(RuntimeError, match="reads no document boundaries"):
         model(**PACKED_ROW)
     llama, _ = model_pair("llama")
     for attention in ("sdpa", "eager"):
@@ -157,7 +157,7 @@ def test_documents_are_looked_for_anew_after_a_change_of_attention():
 def test_vectors_are_refused_where_no_layer_calls_the_attention(family):
     model = model_zoo.build(family, "flashmask")
     row = {name: PACKED_ROW[name] for name in ("input_ids", "startend_row_indices")}
-    with pytest.raises(RuntimeError, match=r"never calls its attention by name, so that it ignores startend_row"):
+    with pytest.raises(RuntimeError, match=r"reads no document boundaries with .*; pass one document per row"):
         model(**row)
     model(**row | {"startend_row_indices": masks.causal(9).indices})
 
@@ -165,7 +165,7 @@ def test_vectors_are_refused_where_no_layer_calls_the_attention(family):
 def test_vectors_of_an_encoder_that_does_not_call_the_attention_are_refused():
     model = model_zoo.build("xlm", "flashmask")
     collator = DataCollatorForPackedEncoders()
-    with pytest.raises(RuntimeError, match=r"never calls its attention by name, so that it ignores startend_row"):
+    with pytest.raises(RuntimeError, match=r"reads no document boundaries with .*; pass one document per row"):
         model(**collator([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}]))
     model(**collator([{"input_ids": [5, 6, 7]}]))
 
@@ -215,7 +215,7 @@ def check_numbered_mask(mask, places):
 
 
 def check_document_numbers(model, call):
-    run_check("`seq_idx` that marks documents", model, **call)
+    run_check("`seq_idx` that marks documents", model, IDS, **call)
 
 
 def test_masks_that_number_documents():
@@ -294,8 +294,8 @@ VECTORS = PACKED_ROW["startend_row_indices"]
         ({"input_ids": IDS, "startend_row_indices": VECTORS.expand(1, 1, 9, 2)}, "flashmask", True),
         ({"input_ids": IDS, "startend_row_indices": VECTORS.expand(1, 1, 9, 2)}, "sdpa", False),
         ({"input_ids": IDS, "startend_row_indices": VECTORS[0]}, "sdpa", False),
-        ({"input_ids": IDS, "startend_row_indices": VECTORS.tolist()}, "flashmask", False),
-        ({"input_ids": IDS[:, :4], "startend_row_indices": VECTORS}, "flashmask", False),
+        ({"input_ids": IDS, "startend_row_indices": VECTORS.tolist()}, "flashmask", True),
+        ({"input_ids": IDS[:, :4], "startend_row_indices": VECTORS}, "flashmask", True),
         ({"startend_row_indices": VECTORS}, "flashmask", False),
     ],
 )

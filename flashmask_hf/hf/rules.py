@@ -1,0 +1,105 @@
+"""Rules of model calls: a rewrite changes the arguments of a call, a check raises on a wrong one."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from flashmask_hf.hf.call import Call
+from flashmask_hf.names import VECTORS
+from flashmask_hf.torch_internals import device_assert
+
+__all__ = ["Rule", "Verdict", "applicable", "require", "rule", "text_attention"]
+
+Verdict: TypeAlias = tuple[Tensor | bool | None, str]
+"""Whether a call keeps a rule, None if there is nothing to check; and the error's text, at most 200 characters.
+
+A bool raises at once. A bool tensor [] is asserted on the device, without waiting for it. A text with a size is made
+only on failure: a compiler would fix the size.
+"""
+
+F = TypeVar("F", bound=Callable[[Call], Any])
+
+
+class Rule(NamedTuple):
+    """A check or a rewrite of model calls.
+
+    Attributes:
+        name: the wrong set-up, as docs/wrong_setups.md lists it, or what is rewritten.
+        run: returns the `Verdict` of a check, or of a rewrite the new arguments by name; None if all is well. It reads
+            tensors' values only on the device, and only if the call can break the rule.
+        given: arguments without which the rule does not apply.
+        where: whether the rule applies to a model with an attention and arguments of these names: what it may read.
+        error: the class of error where the verdict is a bool.
+        parts: whether submodels that get their outer model's arguments are checked, too.
+        after: whether the check follows the call, and asks what was read in it.
+        waits: whether the host waits for the device and raises `error`, until a call of the model has passed.
+    """
+
+    name: str
+    run: Callable[[Call], Any]
+    given: tuple[str, ...] = ()
+    where: Callable[[Call], object] = lambda call: True
+    error: type[Exception] = ValueError
+    parts: bool = False
+    after: bool = False
+    waits: bool = False
+
+
+def rule(rules: list[Rule], name: str, *given: str, **options: Any) -> Callable[[F], F]:
+    """Add the decorated function to a list of rules; arguments as in `Rule`."""
+
+    def add(run: F) -> F:
+        rules.append(Rule(name, run, given, **options))
+        return run
+
+    return add
+
+
+_applicable: weakref.WeakKeyDictionary[Any, dict[Any, list[Rule]]] = weakref.WeakKeyDictionary()
+"""Rules that can apply to the calls of a model, by its state and the kind of call."""
+
+
+def applicable(rules: list[Rule], call: Call) -> list[Rule]:
+    """Return the rules that can apply to a call, memoized by its model, attention and names of arguments."""
+    given = [name for name, value in call.named.items() if value is not None]
+    if torch.compiler.is_compiling():
+        return _select(rules, call, given)
+    attention = text_attention(call) if VECTORS in given else None
+    kind = (id(rules), call.implementation, attention, *given)
+    known = _applicable.setdefault(call.state, {})
+    if kind not in known:
+        known[kind] = _select(rules, call, given)
+    return known[kind]
+
+
+def _select(rules: list[Rule], call: Call, given: list[str]) -> list[Rule]:
+    return [x for x in rules if all(name in given for name in x.given) and x.where(call)]
+
+
+def text_attention(call: Call) -> str:
+    """Return the attention that mask indices are for: the text model's."""
+    return call.config.get_text_config()._attn_implementation
+
+
+def require(check: Rule, call: Call, verdict: Verdict) -> None:
+    """Raise if a call breaks the rule of a check by its verdict.
+
+    Raises:
+        Exception: the check's error, from a bool.
+        RuntimeError: from a tensor; on a GPU it is an assertion of the device.
+    """
+    holds, message = verdict
+    if holds is None:
+        return
+    waits = check.waits and not torch.compiler.is_compiling()
+    if isinstance(holds, Tensor) and not (waits and not (holds.is_cuda and call.state.has_answered)):
+        device_assert(holds, message)
+    elif not holds:
+        raise check.error(message)
+    elif check.waits:
+        call.state.has_answered = True
