@@ -150,8 +150,7 @@ def rankings() -> DatasetDict:
             siblings = [other for other in language if other.topic == example.topic and other.answer != example.answer]
             others = generator.randint(1, MOST_ANSWERS - 1)
             related = generator.sample(siblings, min(len(siblings), generator.randint(0, others // 2)))
-            answers = [(example, 1.0)]
-            answers += [(other, 0.5) for other in related]
+            answers = [(example, 1.0), *((other, 0.5) for other in related)]
             answers += [(other, 0.0) for other in generator.sample(library, others - len(related))]
             generator.shuffle(answers)
             yield {

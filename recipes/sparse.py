@@ -241,13 +241,6 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=100)
 
 
-def _compiler(arguments: argparse.Namespace) -> TorchDynamoPlugin | None:
-    if not arguments.compile:
-        return None
-    graphs = torch.cuda.is_available() and not arguments.smoke
-    return TorchDynamoPlugin(backend=DynamoBackend.INDUCTOR, mode="reduce-overhead" if graphs else "default")
-
-
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
@@ -279,7 +272,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> None:
     arguments = parse(argv)
     precision = "bf16" if arguments.bf16 else "no"
-    accelerator = Accelerator(cpu=arguments.smoke, mixed_precision=precision, dynamo_plugin=_compiler(arguments))
+    mode = "reduce-overhead" if torch.cuda.is_available() and not arguments.smoke else "default"
+    compiler = TorchDynamoPlugin(backend=DynamoBackend.INDUCTOR, mode=mode) if arguments.compile else None
+    accelerator = Accelerator(cpu=arguments.smoke, mixed_precision=precision, dynamo_plugin=compiler)
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched > accelerator.num_processes:  # without GPUs, accelerate makes no group: each would train alone
         raise SystemExit(f"{launched} processes were launched for GPUs, and there is none; add --smoke, or launch one")

@@ -457,7 +457,7 @@ def convergence() -> str:
 
 def packing() -> str:
     """Packers of a large dataset."""
-    rows = [row for row in read("packing_cpu") if row["efficiency"] and "batch_size" not in row["packer"]]
+    rows = read("packing_cpu")
     names = {"TRL bfd": 'TRL, "bfd"', "pack_dataset": "`pack_dataset`"}
     columns: Columns = {
         "": lambda rows: names[rows[0]["packer"]],

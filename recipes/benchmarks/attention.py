@@ -3,7 +3,7 @@
     python recipes/benchmarks/attention.py --csv masks.csv                    # the paper's masks, 8K and 32K tokens
     python recipes/benchmarks/attention.py --lengths 8192 --dims 128 --masks causal_document --repeats 3   # a minute
     python recipes/benchmarks/attention.py ragged --masks few short --providers flashmask flex_attention
-    python recipes/benchmarks/attention.py short --commit HEAD~10 --providers flashmask commit
+    python recipes/benchmarks/attention.py short --commit HEAD~10   # beside an earlier commit, with ratios
     python recipes/benchmarks/attention.py --mask my_masks.py:my_mask         # of your own: tokens -> FlashMask
 
 Studies:
@@ -29,11 +29,9 @@ from __future__ import annotations
 import argparse
 import runpy
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -304,6 +302,12 @@ STUDIES = {
 }  # fmt: skip
 
 
+Prepared = tuple[Callable[[], Attention], Attention]
+"""Function that makes a provider's mask, and the attention under it."""
+Figures = dict[str, list[dict[str, object]]]
+"""Rows of figures by provider."""
+
+
 # ----- correctness
 
 
@@ -376,9 +380,7 @@ def difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
     return f"differs: {', '.join(wrong)}" if wrong else ""
 
 
-def admit(
-    name: str, case: Case, tensors: Sequence[Tensor], expected: Sequence[Tensor]
-) -> tuple[Callable[[], Attention], Attention] | str:
+def admit(name: str, case: Case, tensors: Sequence[Tensor], expected: Sequence[Tensor]) -> Prepared | str:
     """Return what makes a provider's mask, and its attention, or why it is not timed."""
     provider, kv_heads = PROVIDERS[name], case.k.shape[1]
     if not provider.installed():
@@ -441,12 +443,12 @@ def measure(study: Study, names: Sequence[str], work: Work, a: argparse.Namespac
 
 
 def time_passes(
-    table: dict[str, tuple[Callable[[], Attention], Attention]],
+    table: dict[str, Prepared],
     tensors: Sequence[Tensor],
     flops: tuple[tuple[float, float], tuple[float, float]],
     clock: Callable[[Callable[[], object]], float],
     a: argparse.Namespace,
-) -> dict[str, list[dict[str, object]]]:
+) -> Figures:
     """Return milliseconds and TFLOP/s (by tiles and by pairs) of both passes, and the mask's cost, by provider."""
     *qkv, dout = tensors
     forward = interleaved_medians({n: partial(x, *qkv) for n, (_, x) in table.items()}, a.repeats, a.warmup, clock)
@@ -454,7 +456,7 @@ def time_passes(
     calls = {n: partial(torch.autograd.grad, out, qkv, dout, retain_graph=True) for n, out in outs.items()}
     backward = interleaved_medians(calls, a.repeats, a.warmup, clock)
     del outs, calls
-    found: dict[str, list[dict[str, object]]] = {}
+    found: Figures = {}
     for name, (make, _) in table.items():
         one, two = forward[name], backward[name]
         (tiles, tiles_back), of_pairs = flops
@@ -480,12 +482,7 @@ def mask_cost(make: Callable[[], Attention]) -> tuple[float, float]:
     return median, (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def time_calls(
-    table: dict[str, tuple[Callable[[], Attention], Attention]],
-    case: Case,
-    tensors: Sequence[Tensor],
-    a: argparse.Namespace,
-) -> dict[str, list[dict[str, object]]]:
+def time_calls(table: dict[str, Prepared], case: Case, tensors: Sequence[Tensor], a: argparse.Namespace) -> Figures:
     """Return microseconds of a forward, and of both passes unless it decodes, by provider."""
     *qkv, dout = tensors
     layers = [tuple(qkv)]
@@ -515,7 +512,7 @@ def time_calls(
             layers_of = {key: [partial(call, captured[key[0]], key[1], i) for i in range(count)] for key in calls}
             graphs = {key: graph_of(made) for key, made in layers_of.items()}
             replayed = interleaved_medians({key: graph.replay for key, graph in graphs.items()}, a.repeats, a.warmup)
-    found: dict[str, list[dict[str, object]]] = {}
+    found: Figures = {}
     for name, kind in calls:
         row: dict[str, object] = {"passes": kind, "eager_us": round(1000 * eager[name, kind], 1)}
         row["host_us"] = round(1000 * host[name, kind], 1)
@@ -541,10 +538,15 @@ def measure_plan(work: Work, a: argparse.Namespace) -> list[dict[str, object]]:
 
 def summary(rows: Sequence[dict[str, object]]) -> str:
     shown = ("both_tflops", "forward_ms", "backward_ms") if "both_tflops" in rows[0] else CALL
-    cells = []
+    cells: list[str] = []
     for row in rows:
         figures, state = " / ".join(str(row[name]) for name in shown), str(row["status"]).partition(":")[0]
         cells.append(f"{row['provider']} {figures if state == 'timed' else state}")
+    timed: dict[object, Any] = {row["provider"]: row for row in rows if row["status"] == "timed"}
+    if {"flashmask", "commit"} <= set(timed):
+        times = [name for name in shown if name.endswith(("_ms", "_us")) and timed["commit"][name]]
+        ratios = [f"{timed['flashmask'][name] / timed['commit'][name]:.3f}" for name in times]
+        cells.append(f"here over commit {' / '.join(ratios)}")
     first = rows[0]
     return f"{first['case']}, {first['length']} {first['head_dim']}/{first['v_head_dim']}: {', '.join(cells)}"
 
@@ -567,9 +569,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     a = parsed(parser, argv)
     study = STUDIES[a.study]
     a.repeats = a.repeats or study.repeats
-    a.providers = a.providers or [*study.providers, *(["commit"] if a.commit else [])]
+    a.providers = a.providers or (["flashmask", "commit"] if a.commit else study.providers)
     if a.commit:
-        add_commit(a.commit, Path(tempfile.mkdtemp()))
+        add_commit(a.commit)
     if a.mask:
         file, _, function = a.mask.partition(":")
         own = runpy.run_path(file)[function]

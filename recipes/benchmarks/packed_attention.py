@@ -57,43 +57,35 @@ def block_mask(mask: FlashMask) -> BlockMask:
     )
 
 
-def _with_mask(
-    attend: Callable[..., Tensor],
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    layer = layer_mask(module, query, key, attention_mask, kwargs)
-    return attend(module, query, layer.gather(key), layer.gather(value), layer.mask, scaling), None
+def _with_mask(attend: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None]]:
+    """Return what a layer calls from a function of (module, query, key, value, mask, scaling)."""
+
+    def forward(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        kwargs.pop("dropout", None)
+        layer = layer_mask(module, query, key, mask, kwargs)
+        return attend(module, query, layer.gather(key), layer.gather(value), layer.mask, scaling), None
+
+    return forward
 
 
-def _converted(
-    convert: Callable[[FlashMask], Any],
-    function: Callable[..., tuple[Tensor, Any]],
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: FlashMask,
-    scaling: float | None,
-) -> Tensor:
-    """Run an attention function of transformers, for which a mask is converted once."""
-    made = _converted_masks.setdefault(mask, {})
-    if convert not in made:
-        made[convert] = convert(mask)
-    return function(module, query, key, value, made[convert], scaling=scaling)[0]
+def _converted(convert: Callable[[FlashMask], Any], function: Callable[..., tuple[Tensor, Any]]) -> Any:
+    """Return an attention function of transformers, for which a mask is converted once, as a layer calls it."""
+
+    def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: FlashMask, scaling: float) -> Tensor:
+        made = _converted_masks.setdefault(mask, {})
+        if convert not in made:
+            made[convert] = convert(mask)
+        return function(module, q, k, v, made[convert], scaling=scaling)[0]
+
+    return _with_mask(attend)
 
 
-def _portable(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: FlashMask, scaling: float | None
-) -> Tensor:
-    impl = "triton" if query.is_cuda else "torch"
-    return flashmask_attention(query, key, value, mask, scale=scaling, impl=impl).transpose(1, 2)
+@_with_mask
+def _portable(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: FlashMask, scaling: float) -> Tensor:
+    impl = "triton" if q.is_cuda else "torch"
+    return flashmask_attention(q, k, v, mask, scale=scaling, impl=impl).transpose(1, 2)
 
 
 def _unskipped_builder(indices: Tensor) -> Callable[..., Any]:
@@ -106,10 +98,10 @@ def _unskipped_builder(indices: Tensor) -> Callable[..., Any]:
 
 _FUNCTIONS: dict[str, Callable[..., tuple[Tensor, None]]] = {
     "flashmask": attention_forward,
-    "sdpa": functools.partial(_with_mask, functools.partial(_converted, dense_mask, sdpa_attention_forward)),
-    "flex_attention": functools.partial(_with_mask, functools.partial(_converted, block_mask, flex_attention_forward)),
-    "flashmask_portable": functools.partial(_with_mask, _portable),
-    "flashmask_unskipped": functools.partial(_with_mask, _portable),
+    "sdpa": _converted(dense_mask, sdpa_attention_forward),
+    "flex_attention": _converted(block_mask, flex_attention_forward),
+    "flashmask_portable": _portable,
+    "flashmask_unskipped": _portable,
 }
 
 NAMES = tuple(_FUNCTIONS)

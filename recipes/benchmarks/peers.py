@@ -10,6 +10,8 @@
 - `commit`: `flashmask_attention` of another commit.
 """
 
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import importlib.metadata
@@ -18,6 +20,7 @@ import io
 import subprocess
 import sys
 import tarfile
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,10 +139,8 @@ def row_bounds(mask: FlashMask, copies: int = 1) -> Tensor:
 def document_bounds(mask: FlashMask, copies: int = 1) -> Tensor:
     """Return the bounds of the documents of a document mask over `copies` batch entries: int32 [documents + 1]."""
     ends = mask.indices[0, 0, :, 0].unique_consecutive()  # each key is hidden from the end of its document on
-    starts = (
-        torch.cat([ends.new_zeros(1), ends[:-1]]) + mask.kv_len * ends.new_tensor(range(copies))[:, None]
-    ).flatten()
-    return torch.cat([starts, starts.new_tensor([mask.kv_len * copies])]).int()
+    starts = torch.cat([ends.new_zeros(1), ends[:-1]]) + mask.kv_len * ends.new_tensor(range(copies))[:, None]
+    return torch.cat([starts.flatten(), starts.new_tensor([mask.kv_len * copies])]).int()
 
 
 def _flashmask(impl: str | None, deterministic: bool = False, package: Any = None) -> Callable[[Case], Any]:
@@ -172,13 +173,13 @@ def planned(name: str, case: Case) -> Attention | None:
     return attend
 
 
-def add_commit(commit: str, folder: Path) -> None:
-    """Add the provider `commit`: the package of another commit, renamed; `folder`/as_is has it under its own name."""
+def add_commit(commit: str) -> None:
+    """Add the provider `commit`: the package of another commit, renamed."""
     archive = subprocess.run(["git", "archive", commit, "flashmask_hf"], cwd=ROOT, check=True, stdout=subprocess.PIPE)
-    for name in ("as_is", "renamed"):
-        with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as packed:
-            packed.extractall(folder / name, filter="data")
-    renamed = (folder / "renamed" / "flashmask_hf").rename(folder / "renamed" / "flashmask_other")
+    folder = Path(tempfile.mkdtemp())
+    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as packed:
+        packed.extractall(folder, filter="data")
+    renamed = (folder / "flashmask_hf").rename(folder / "flashmask_other")
     for path in renamed.rglob("*.py"):
         path.write_text(path.read_text().replace("flashmask_hf", renamed.name))
     sys.path.insert(0, str(renamed.parent))
@@ -226,10 +227,7 @@ def _fa4(case: Case) -> Callable[[], Attention]:
     family, mask, copies = case.family, case.mask, case.q.shape[0]
     if family not in ("full", "causal", "sliding_window", "document", "causal_document"):
         raise CannotExpress("FlashAttention-4 alone has no form for it (FlexAttention with FLASH is its way)")
-    from flash_attn.cute import (  # pyright: ignore[reportMissingImports]
-        flash_attn_func,
-        flash_attn_varlen_func,
-    )
+    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
     if family in ("full", "causal"):
         return lambda: _swapped(flash_attn_func, causal=mask.causal)
@@ -238,16 +236,10 @@ def _fa4(case: Case) -> Callable[[], Attention]:
         return lambda: _swapped(flash_attn_func, causal=True, window_size=(window - 1, 0))
     bounds = document_bounds(mask, copies)
     longest = int(bounds.diff().max())
+    options = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": longest, "max_seqlen_k": longest}
 
     def varlen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = flash_attn_varlen_func(
-            *(x.flatten(0, 1) for x in (q, k, v)),
-            cu_seqlens_q=bounds,
-            cu_seqlens_k=bounds,
-            max_seqlen_q=longest,
-            max_seqlen_k=longest,
-            causal=mask.causal,
-        )
+        out = flash_attn_varlen_func(*(x.flatten(0, 1) for x in (q, k, v)), causal=mask.causal, **options)
         return (out[0] if isinstance(out, tuple) else out).unflatten(0, (copies, -1))
 
     return lambda: _swapped(varlen)
@@ -256,10 +248,7 @@ def _fa4(case: Case) -> Callable[[], Attention]:
 def _cudnn_flex(case: Case) -> Callable[[], Attention]:
     """Prepare `cudnn.flex_attention`; its plan is made from row intervals that exist."""
     bounds = row_bounds(_one_mask(case.mask), case.q.shape[0])[None].contiguous()
-    from cudnn.flex_attention import (  # pyright: ignore[reportMissingImports]
-        create_mask_plan,
-        flex_attn_func,
-    )
+    from cudnn.flex_attention import create_mask_plan, flex_attn_func
 
     def make() -> Attention:
         with torch.enable_grad():  # a plan made without gradients has no backward
@@ -330,9 +319,7 @@ def _sparse(kind: str, amount: int, known: bool = True) -> Provider:
     def visible(case: Case, entry: int, head: int, rows: slice) -> Tensor:
         q, k = (x[entry, head] for x in _chosen(case, kind, amount))
         pairs = q[rows, None] & k if kind == "drop" else q[rows, None] == k
-        return (pairs & (torch.arange(len(q), device=q.device)[rows, None] >= torch.arange(len(k), device=q.device)))[
-            None
-        ]
+        return case.mask.rows(rows).to_dense()[0] & pairs
 
     return Provider(prepare, makes_mask=False, visible=visible)
 

@@ -24,20 +24,14 @@ from flashmask_hf.trainers import (
     SharedQuestionDPOTrainer,
 )
 
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+         "vocab_size")  # fmt: skip
 
-def _shape(hidden: int, wide: int, layers: int, heads: int, kv_heads: int, vocab: int, **more: Any) -> dict[str, Any]:
+
+def _shape(*sizes: int, **more: Any) -> dict[str, Any]:
     """Return the options of a configuration, with positions for rows of any length."""
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": wide,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "vocab_size": vocab,
-        "max_position_embeddings": 2**22,
-        "tie_word_embeddings": True,
-        **more,
-    }
+    options = {"max_position_embeddings": 2**22, "tie_word_embeddings": True}
+    return {**dict(zip(SIZES, sizes, strict=True)), **options, **more}
 
 
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}

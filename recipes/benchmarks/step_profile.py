@@ -16,7 +16,7 @@ import re
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from harness import Results, flags, free_memory, parsed
@@ -66,19 +66,18 @@ CALL_KINDS = [("optimizer", r"Optimizer\.step.*"), ("loss", r"ChunkedLogProbFunc
 """Kinds of what else runs within a call, as patterns of its name in the profile."""
 
 
-class Usage(NamedTuple):
-    """Milliseconds and number of kernels, copies and fills of one kind of work."""
+Usage = dict[str, list[float]]
+"""Microseconds of the kernels, copies and fills of each kind of work."""
 
-    milliseconds: float
-    launches: int
+
+def kind_in(kinds: Sequence[tuple[str, str]], name: str) -> str | None:
+    """Return the kind of the first pattern that fits a name."""
+    return next((kind for kind, pattern in kinds if re.fullmatch(pattern, name, re.DOTALL)), None)
 
 
 def kind_of(kernel: str, scope: str | None = None) -> str:
     """Return the kind of a kernel by its name, else by the scope that launched it."""
-    for kind, pattern in NAMED_KINDS:
-        if re.fullmatch(pattern, kernel, re.DOTALL):
-            return kind
-    return scope or UNCLASSIFIED
+    return kind_in(NAMED_KINDS, kernel) or scope or UNCLASSIFIED
 
 
 def annotate(model: nn.Module) -> None:
@@ -89,18 +88,12 @@ def annotate(model: nn.Module) -> None:
             return forward(*args, **kwargs)
 
     for module in model.modules():
-        for kind, pattern in MODULE_KINDS:
-            if re.fullmatch(pattern, type(module).__name__):
-                module.forward = functools.partial(run, SCOPE + kind, module.forward)
-                break
+        if kind := kind_in(MODULE_KINDS, type(module).__name__):
+            module.forward = functools.partial(run, SCOPE + kind, module.forward)
 
 
-def usage_by_kind(events: Iterable[Any]) -> tuple[dict[str, Usage], dict[str, dict[str, float]]]:
-    """Sum the events of a profile by kind: the GPU's kernels, or the operations of a CPU if there are none.
-
-    Returns:
-        The usage of each kind, and its microseconds by the name of the kernel.
-    """
+def usage_by_kind(events: Iterable[Any]) -> Usage:
+    """Sum the events of a profile by kind: the GPU's kernels, or the operations of a CPU if there are none."""
     events = list(events)
     on_cpu = [event for event in events if _runs_on_cpu(event)]
     kernels = [event for event in events if not _runs_on_cpu(event) and not event.is_user_annotation]
@@ -123,13 +116,10 @@ def usage_by_kind(events: Iterable[Any]) -> tuple[dict[str, Usage], dict[str, di
         for event in on_cpu:
             if not event.is_user_annotation and not event.name.startswith("autograd::"):
                 found.append((event.name, event.self_cpu_time_total, _scope(event, forward_scopes)))
-    spent: dict[str, list[float]] = defaultdict(list)
-    names: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    usage: Usage = defaultdict(list)
     for name, duration, scope in found:
-        kind = kind_of(name, scope)
-        spent[kind].append(duration)
-        names[kind][name] += duration
-    return {kind: Usage(sum(x) / 1000, len(x)) for kind, x in spent.items()}, names
+        usage[kind_of(name, scope)].append(duration)
+    return usage
 
 
 def _parts(kernels: Sequence[Any]) -> list[float]:
@@ -156,17 +146,16 @@ def _scope(event: Any, forward_scopes: dict[tuple[int, int], str]) -> str | None
     while event is not None:
         if event.name.startswith(SCOPE):
             return event.name.removeprefix(SCOPE)
-        for kind, pattern in CALL_KINDS:
-            if re.fullmatch(pattern, event.name):
-                return kind
+        if kind := kind_in(CALL_KINDS, event.name):
+            return kind
         if event.name.startswith("autograd::engine::evaluate_function"):
             return forward_scopes.get((event.fwd_thread, event.sequence_nr))
         event = event.cpu_parent
     return None
 
 
-def measure(study: Study, length: int, device: str) -> tuple[float, dict[str, Usage], dict[str, dict[str, float]]]:
-    """Return the milliseconds of a step without the profiler, and its `usage_by_kind`."""
+def measure(study: Study, length: int, device: str) -> tuple[float, Usage]:
+    """Return the milliseconds of a step without the profiler, and its `usage_by_kind`; print the longest kernels."""
     (one,), rows = study.series, study.task.draw(length, 3)
     if "compiled" not in one.setting:
         annotate(study.task.model)
@@ -183,20 +172,20 @@ def measure(study: Study, length: int, device: str) -> tuple[float, dict[str, Us
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])
     with profile(activities=activities) as profiler:
         step(rows[2])
-    return unprofiled, *usage_by_kind(profiler.events() or [])
+    print(profiler.key_averages().table(f"self_{device}_time_total", row_limit=40, max_name_column_width=150))
+    return unprofiled, usage_by_kind(profiler.events() or [])
 
 
-def rows_of(usage: dict[str, Usage], step_milliseconds: float) -> list[dict[str, object]]:
+def rows_of(usage: Usage, step_milliseconds: float) -> list[dict[str, object]]:
     """Return a row per kind, the longest first, then the idle time."""
-    busy = sum(used.milliseconds for used in usage.values())
-    idle = Usage(max(0.0, step_milliseconds - busy), 0)
-    ordered = sorted(usage.items(), key=lambda item: -item[1].milliseconds)
-    rows: list[dict[str, object]] = []
-    for kind, used in [*ordered, ("idle", idle)]:
-        share = round(used.milliseconds / max(busy, step_milliseconds), 4)
-        row = {"kind": kind, "milliseconds": round(used.milliseconds, 3), "share": share, "launches": used.launches}
-        rows.append(row)
-    return rows
+    spent = [(sum(microseconds) / 1000, len(microseconds), kind) for kind, microseconds in usage.items()]
+    busy = sum(milliseconds for milliseconds, *_ in spent)
+    spent = [*sorted(spent, reverse=True), (max(0.0, step_milliseconds - busy), 0, "idle")]
+    whole = max(busy, step_milliseconds)
+    return [
+        {"kind": kind, "milliseconds": round(x, 3), "share": round(x / whole, 4), "launches": launches}
+        for x, launches, kind in spent
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -213,18 +202,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             trained = "adapters" if a.lora else "all"
             case = {"shape": a.shape, "trained": trained, "length": length, "setting": one, "step_milliseconds": ""}
             a_setting = argparse.Namespace(**{**vars(a), "settings": [one]})
-            study, names = Study("lora" if a.lora else "sft", a.shape, a_setting), dict[str, dict[str, float]]()
+            study = Study("lora" if a.lora else "sft", a.shape, a_setting)
             try:
-                milliseconds, usage, names = measure(study, length, a.device)
+                milliseconds, usage = measure(study, length, a.device)
                 case["step_milliseconds"] = round(milliseconds, 2)
                 found = [{**case, **row} for row in rows_of(usage, milliseconds)]
             except torch.OutOfMemoryError:
                 found = [{**case, "kind": study.series[0].ended, "milliseconds": "", "share": "", "launches": ""}]
             results.add(found)
-            for kind, spent in names.items():
-                longest = sorted(spent.items(), key=lambda item: -item[1])
-                for name, microseconds in longest[: 8 if kind == UNCLASSIFIED else 3]:
-                    print(f"  {kind}: {microseconds / 1000:.3f} ms {name[:150]}", flush=True)
             del study
             free_memory()
             torch.compiler.reset()
