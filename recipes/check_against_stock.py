@@ -16,6 +16,7 @@ than `BOUND_BF16`).
 from __future__ import annotations
 
 import copy
+import gc
 import importlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -73,12 +74,9 @@ class DocumentsApart(DataCollatorForLanguageModeling):
 def main(argv: Sequence[str]) -> None:
     if not argv or argv[0] not in TRAINERS:
         raise common.FlagError(f"name one of {', '.join(TRAINERS)} first, got {' '.join(argv[:1]) or 'nothing'}")
-    name = argv[0]
     disable_progress_bars()
     disable_progress_bar()
-    recipe: Any = importlib.import_module(name)
-    flags = recipe.parse([*FLAGS, *argv[1:]])
-    stock, ours = compare(name, flags, recipe.reward_functions(flags) if name == "grpo" else None)
+    stock, ours, bound = compare(argv[0], argv[1:])
     print("step   loss of TRL    flashmask   gradient norm of TRL    flashmask")
     for step, numbers in enumerate(zip(stock.losses, ours.losses, stock.norms, ours.norms, strict=True), start=1):
         print("{:4}   {:11.6f}  {:11.6f}   {:20.6f}  {:11.6f}".format(step, *numbers))
@@ -86,18 +84,28 @@ def main(argv: Sequence[str]) -> None:
     norms = max(abs(other / one - 1) for one, other in zip(stock.norms, ours.norms, strict=True))
     print(f"Largest difference: {losses:.1e} of losses, {norms:.1e} of gradient norms, relative to TRL's")
     print(f"Tokens of training forwards: {stock.tokens:,} with padding in TRL, {ours.tokens:,} here")
-    bound = BOUND_BF16 if flags.training.bf16 else BOUND
     if not max(losses, norms) <= bound:
         raise SystemExit(f"Losses or gradient norms differ by more than {bound}")
 
 
-def compare(name: str, flags: common.Flags, rewards: Any = None) -> tuple[Curve, Curve]:
-    """Return the curves of TRL's trainer and this package's."""
+def compare(name: str, argv: Sequence[str]) -> tuple[Curve, Curve, float]:
+    """Return the curves of TRL's trainer and this package's, and the bound of their difference.
+
+    Raises:
+        FlagError: a flag or what it names cannot be used, or TRL would pack.
+    """
+    recipe: Any = importlib.import_module(name)
+    flags: common.Flags = recipe.parse([*FLAGS, *argv])
+    if name == "sft" and (flags.training.packing or flags.training.padding_free):
+        raise common.FlagError("packing and padding_free give both trainers rows that TRL packs; leave them out")
     stock_class, our_class, demo = TRAINERS[name]
     options = common.trainer_options(flags, demo) | {"eval_dataset": None}
-    if rewards is not None:
-        options["reward_funcs"] = rewards
-    ours = make(our_class, options, flags.model.attn_implementation)
+    own: dict[str, Any] = {}
+    if name == "grpo":
+        options["reward_funcs"] = recipe.reward_functions(flags)
+    elif name == "sft":
+        own["split"] = flags.own.split
+    ours = make(our_class, options | own, flags.model.attn_implementation)
     if name == "sft":  # the rows that this package packed; with the same seed, every step has the same documents
         options["args"] = copy.deepcopy(options["args"])
         options["args"].dataset_kwargs, options["args"].max_length = {"skip_prepare_dataset": True}, None
@@ -105,7 +113,9 @@ def compare(name: str, flags: common.Flags, rewards: Any = None) -> tuple[Curve,
         options["data_collator"] = DocumentsApart(ours.processing_class.pad_token_id)
     our_curve = train(ours)
     del ours
-    return train(make(stock_class, options, "sdpa")), our_curve
+    gc.collect()  # before the other model
+    bound = BOUND_BF16 if flags.training.bf16 else BOUND
+    return train(make(stock_class, options, "sdpa")), our_curve, bound
 
 
 def make(trainer_class: Any, options: dict[str, Any], attention: str | None) -> Any:
