@@ -134,7 +134,7 @@ EACH = {
     ),
     "prefix tuning": (
         lambda task: build(task, peft_config=adapter(PrefixTuningConfig, task)),
-        "PrefixTuningConfig adds virtual tokens, .*use LoRA",
+        "PrefixTuningConfig adds virtual tokens; use LoRA",
     ),
     "prompt tuning, in the model": (
         lambda task: build(task, model=get_peft_model(model_of(task), adapter(PromptTuningConfig, task))),
@@ -253,7 +253,7 @@ ONE = {
     ),
     "sft, messages with other keys": (
         lambda: build("sft", rows=[{"messages": [{"from": "user", "value": "w5"}]}]),
-        "messages of the train dataset have the keys from, value, but TRL reads role and content in messages",
+        "the train dataset has messages with the keys from, value; rename them to role and content",
     ),
     "sft, completions with other keys": (
         lambda: build("sft", rows=[{"prompt": SHAREGPT, "completion": SHAREGPT}]),
@@ -261,7 +261,7 @@ ONE = {
     ),
     "sft, conversations with other keys, that TRL packs": (
         lambda: build("sft", rows=[{"conversations": CONVERSATION}], packing=True),
-        "conversations of the train dataset have the keys role, content, but TRL.*from and value in conversations",
+        "the train dataset has messages with the keys role, content; rename them to from and value",
     ),
     "sft, a formatted text beside messages": (
         lambda: build("sft", rows=[{"messages": CONVERSATION}], formatting_func=str),
@@ -373,7 +373,7 @@ ONE = {
     ),
     "reward, an adapter of another task": (
         lambda: build("reward", peft_config=LoraConfig(task_type="CAUSAL_LM")),
-        "task_type='CAUSAL_LM' does not save a reward model's head; use task_type='SEQ_CLS'",
+        "task_type='CAUSAL_LM' does not save a reward model's head; use 'SEQ_CLS'",
     ),
     "dpo, no rows": (
         lambda: build("dpo", rows=Dataset.from_list(PAIRS).select([])),
@@ -519,7 +519,7 @@ def test_a_part_of_the_prompt_in_another_column_is_refused(task, column, prompt)
 def test_a_part_of_the_prompt_in_another_column_is_refused_by_sft(row, column):
     """The first row has none, and the second one holds it elsewhere, too."""
     held = [{column: ""} | row, {column: "w6"} | row]
-    assert sft_data._check_context(Dataset.from_list(held), held[0], "train") is None
+    assert sft_data.check_columns(Dataset.from_list(held), held[0], "text", False, "train") is None
     rows = [held[0], {column: "w8 w9"} | row]
     with pytest.raises(ValueError, match=f"example 1 of the train dataset has a column '{column}' beside its prompt"):
         build("sft", rows=rows)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -29,26 +28,17 @@ def best_fit_decreasing(lengths: Sequence[int] | NDArray[np.int64], capacity: in
     unfit = np.flatnonzero((sizes < 1) | (sizes > capacity))
     if unfit.size:
         raise ValueError(f"lengths[{unfit[0]}] must be in 1..capacity = 1..{capacity}, got {sizes[unfit[0]]}")
-    order = np.argsort(-sizes, kind="stable")
     bins: list[list[int]] = []
-    rooms: list[int] = []  # distinct free lengths of the bins, ascending
-    bins_with: dict[int, deque[list[int]]] = {}
-    for item, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
-        best = bisect_left(rooms, size)
+    rooms: list[tuple[int, int, list[int]]] = []  # free length of each bin, when it got so, and its items; ascending
+    for turn, item in enumerate(np.argsort(-sizes, kind="stable").tolist()):
+        best = bisect_left(rooms, (int(sizes[item]),))
         if best == len(rooms):
-            room, target = capacity, []
-            bins.append(target)
+            bins.append([])
+            room, target = capacity, bins[-1]
         else:
-            room = rooms[best]
-            target = bins_with[room].popleft()
-            if not bins_with[room]:
-                del bins_with[room], rooms[best]
+            room, _, target = rooms.pop(best)
         target.append(item)
-        room -= size
-        if room not in bins_with:
-            bins_with[room] = deque()
-            insort(rooms, room)
-        bins_with[room].append(target)
+        insort(rooms, (room - int(sizes[item]), turn, target))
     for target in bins:
         target.sort()
     return sorted(bins)

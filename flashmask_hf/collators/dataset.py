@@ -95,9 +95,7 @@ def pack_dataset(
     """
     if not isinstance(dataset, (Dataset, IterableDataset)):
         kind = type(dataset).__name__
-        raise TypeError(
-            f"dataset must be a Dataset or an IterableDataset, got {kind}; pack each split of a DatasetDict"
-        )
+        raise TypeError(f"dataset must be a Dataset or IterableDataset, got {kind}; pack each split of a DatasetDict")
     check_truncation_mode(truncation_mode)
     max_length = as_integer("max_length", max_length, 1)
     default = 4_000 if isinstance(dataset, Dataset) else 1_000

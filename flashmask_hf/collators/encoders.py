@@ -12,7 +12,7 @@ from torch import Tensor
 from flashmask_hf.collators.columns import all_have, example_names
 from flashmask_hf.collators.documents import read_documents
 from flashmask_hf.collators.forest import Forest
-from flashmask_hf.collators.packing import PackingCollator
+from flashmask_hf.collators.packing import RowPacker
 from flashmask_hf.names import IGNORED, VECTORS
 
 __all__ = ["DataCollatorForPackedEncoders"]
@@ -21,7 +21,7 @@ _FILLERS = {"labels": IGNORED, "token_type_ids": 0}
 
 
 @dataclass
-class DataCollatorForPackedEncoders(PackingCollator):
+class DataCollatorForPackedEncoders(RowPacker):
     """Data collator that packs documents for encoders (BERT, ModernBERT, embedding models).
 
     Each token attends to exactly the tokens of its document: the mask is `masks.document`.
@@ -51,11 +51,6 @@ class DataCollatorForPackedEncoders(PackingCollator):
         tensor([[3, 3, 3, 5, 5, 0, 0, 0],
                 [0, 0, 0, 3, 3, 0, 0, 0]], dtype=torch.int32)
     """
-
-    pad_token_id: int = 0
-    max_length: int | None = None
-    pad_to_multiple_of: int | None = None
-    max_position_embeddings: int | None = None
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """Collate one batch."""

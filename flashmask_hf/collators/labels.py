@@ -35,9 +35,7 @@ def read_labels(
     if completion_only_loss is False:
         masks.pop("completion_mask", None)
     elif completion_only_loss and "completion_mask" not in masks:
-        raise ValueError(
-            f"{name} has no completion_mask, which completion_only_loss=True needs; add it, or labels, or set None"
-        )
+        raise ValueError(f"{name} has no completion_mask, which completion_only_loss=True needs; add it, or set None")
     if "completion_mask" in masks and not masks["completion_mask"].any():
         way = "dataset.filter(lambda example: any(example['completion_mask']))"
         raise ValueError(f"{name} has an empty completion (completion_mask is 0 everywhere); remove it: {way}")

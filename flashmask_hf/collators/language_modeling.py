@@ -126,14 +126,10 @@ class DataCollatorForPackedLanguageModeling(PackingCollator):
         """Return an example's documents, and their labels, int64 [n]."""
         packed = is_packed(example.get("input_ids"))
         if not packed and example.get("labels", ...) is None:  # a trainer may have removed the masks
-            raise ValueError(
-                f"{name} has no labels, but a labels column, as in joined datasets; give all of them labels"
-            )
+            raise ValueError(f"{name} has no labels, but a labels column, as in joined data; give all of them labels")
         given, input_ids, lengths = read_documents(example, LABEL_COLUMNS, name)
         if packed and self.completion_only_loss is False and "labels" in given:
-            raise ValueError(
-                f"completion_only_loss=False comes too late for {name}, which has labels; pass it to pack_dataset"
-            )
+            raise ValueError(f"completion_only_loss=False comes too late for {name}, labelled; pass it to pack_dataset")
         labels = read_labels(given, input_ids, self.completion_only_loss, name)
         labels = input_ids if labels is None else labels
         tokens = len(input_ids)

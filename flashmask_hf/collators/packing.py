@@ -16,7 +16,15 @@ from flashmask_hf.collators.bins import best_fit_decreasing
 from flashmask_hf.collators.forest import Forest, lay_out
 from flashmask_hf.names import PACKED_IDS, PACKED_INDEX, PACKED_POSITIONS, VECTORS
 
-__all__ = ["PackedRows", "PackingCollator", "as_count", "check_size", "check_truncation_mode", "pack_forests"]
+__all__ = [
+    "PackedRows",
+    "PackingCollator",
+    "RowPacker",
+    "as_count",
+    "check_size",
+    "check_truncation_mode",
+    "pack_forests",
+]
 
 
 def check_truncation_mode(mode: str) -> None:
@@ -28,31 +36,6 @@ def check_truncation_mode(mode: str) -> None:
 def as_count(name: str, value: Any) -> int | None:
     """Return an option as an int of at least 1, or None; the errors are `as_integer`'s."""
     return None if value is None else as_integer(name, value, 1, why="or None")
-
-
-def as_row_options(
-    pad_token_id: Any,
-    row_length: Any,
-    pad_to_multiple_of: Any,
-    max_position_embeddings: Any,
-    row_option: str = "max_length",
-) -> tuple[int, int | None, int | None, int | None]:
-    """Return these options of `pack_forests` as ints.
-
-    `row_option` is the caller's name for `row_length`.
-
-    Raises:
-        TypeError: an option is not an int; `pad_token_id` is None.
-        ValueError: an option is out of range, or the row length is not a multiple of `pad_to_multiple_of`.
-    """
-    if pad_token_id is None:
-        raise TypeError("pad_token_id must be a token id, got None; any serves, for example 0")
-    pad = as_integer("pad_token_id", pad_token_id, 0, 2**63 - 1, why="any token id serves, for example 0")
-    row = as_count(row_option, row_length)
-    multiple = as_count("pad_to_multiple_of", pad_to_multiple_of)
-    if row is not None and multiple and row % multiple:
-        raise ValueError(f"{row_option} must be a multiple of pad_to_multiple_of {multiple}, got {row}")
-    return pad, row, multiple, as_count("max_position_embeddings", max_position_embeddings)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,13 +75,8 @@ class PackedRows:
             `packed_input_ids` and `packed_position_ids`, int64 [R, S]; `startend_row_indices`, int32 [R, 1, S, 1]; and
             `packed_index`, int64 [N, L].
         """
-        batch = self.batch()
-        return {
-            PACKED_IDS: batch["input_ids"],
-            PACKED_POSITIONS: batch["position_ids"],
-            VECTORS: batch[VECTORS],
-            PACKED_INDEX: torch.as_tensor(index),
-        }
+        names = {"input_ids": PACKED_IDS, "position_ids": PACKED_POSITIONS, VECTORS: VECTORS}
+        return {names[name]: x for name, x in self.batch().items()} | {PACKED_INDEX: torch.as_tensor(index)}
 
     def paths(self, forest: int) -> list[Tensor]:
         """Return the indices in the flattened rows of the path to each leaf of a forest, int64 [depth] each."""
@@ -111,15 +89,11 @@ class PackedRows:
         Raises:
             ValueError: the values and the tokens are not one to one.
         """
-        if len(values) != len(self.forests):
-            raise ValueError(f"values has {len(values)} entries for {len(self.forests)} forests; give one for each")
+        sizes, given = [len(forest.tokens) for forest in self.forests], list(map(len, values))
+        if given != sizes:
+            raise ValueError(f"values must have one entry per token, {sizes!s:.60} for the forests, got {given!s:.60}")
         spread = np.full(self.input_ids.size, filler, dtype=np.int64)
-        for index, (start, forest, own) in enumerate(zip(self.starts.tolist(), self.forests, values, strict=True)):
-            if len(own) != len(forest.tokens):
-                problem = (
-                    f"values[{index}] has {len(own)} entries, but forests[{index}] has {len(forest.tokens)} tokens"
-                )
-                raise ValueError(f"{problem}; they must be one to one")
+        for start, own in zip(self.starts.tolist(), values, strict=True):
             spread[start : start + len(own)] = own
         return spread.reshape(self.input_ids.shape)
 
@@ -162,47 +136,16 @@ def pack_forests(
         >>> [path.tolist() for path in rows.paths(0)]
         [[0, 1, 2, 3, 4], [0, 1, 2, 5]]
     """
-    pad_token_id, max_length, pad_to_multiple_of, max_position_embeddings = as_row_options(
-        pad_token_id, max_length, pad_to_multiple_of, max_position_embeddings
-    )
+    packer = RowPacker(pad_token_id, max_length, pad_to_multiple_of, max_position_embeddings)
     if not forests:
         raise ValueError("forests is empty: there is nothing to pack")
-    sizes = [len(forest.tokens) for forest in forests]
-    for index, (forest, size) in enumerate(zip(forests, sizes, strict=True)):
-        name = f"forests[{index}]" if names is None else names[index]
-        depth = 0 if max_position_embeddings is None else forest.depth()
-        check_size(name, size, depth, max_length, max_position_embeddings)
-    if max_length is None:
-        members = [list(range(len(forests)))]
-        multiple = pad_to_multiple_of or 1
-        row_length = -(-sum(sizes) // multiple) * multiple
-    else:
-        members, row_length = best_fit_decreasing(sizes, max_length), max_length
-    input_ids = np.full((len(members), row_length), pad_token_id, dtype=np.int64)
-    position_ids = np.zeros_like(input_ids)
-    subtree_ends = np.zeros(input_ids.shape, dtype=np.int32)
-    starts = np.empty(len(forests), dtype=np.int64)
-    for row, chosen in enumerate(members):
-        token, segment = 0, 0
-        parents: list[NDArray[np.int64]] = []
-        for index in chosen:
-            forest = forests[index]
-            input_ids[row, token : token + sizes[index]] = forest.tokens
-            parents.append(np.where(forest.parents < 0, -1, forest.parents + segment))
-            starts[index] = row * row_length + token
-            token += sizes[index]
-            segment += len(forest.lengths)
-        lengths = np.concatenate([forests[index].lengths for index in chosen])
-        position_ids[row, :token], subtree_ends[row, :token] = lay_out(lengths, np.concatenate(parents))
-    return PackedRows(input_ids, position_ids, subtree_ends, starts, forests)
+    return packer._pack(forests, [f"forests[{index}]" for index in range(len(forests))] if names is None else names)
 
 
-def check_size(name: str, tokens: int, depth: int, row_length: int | None, positions: int | None) -> None:
-    """Raise a ValueError if a forest is longer than a row, or deeper than the model's positions."""
-    if row_length is not None and tokens > row_length:
-        raise ValueError(
-            f"{name} has {tokens} tokens, more than the {row_length} of a row; make rows longer, or shorten it"
-        )
+def check_size(name: str, tokens: int, depth: int, row: int | None, positions: int | None) -> None:
+    """Raise a ValueError if a forest is longer than a row of `row` tokens, or deeper than the model's positions."""
+    if row is not None and tokens > row:
+        raise ValueError(f"{name} has {tokens} tokens, more than the {row} of a row; make rows longer, or shorten it")
     if positions is not None and depth > positions:
         problem = f"{name} is {depth} tokens deep, but the model has {positions} positions (max_position_embeddings)"
         raise ValueError(f"{problem}; shorten it")
@@ -219,18 +162,51 @@ class PackingCollator:
     """Name of the option with the number of tokens per row."""
 
     def __post_init__(self):
-        names = ("pad_token_id", self._row_option, "pad_to_multiple_of", "max_position_embeddings")
-        options = as_row_options(*(getattr(self, name) for name in names), row_option=self._row_option)
-        for name, value in zip(names, options, strict=True):
-            setattr(self, name, value)
+        if self.pad_token_id is None:
+            raise TypeError("pad_token_id must be a token id, got None; any serves, for example 0")
+        why = "any token id serves, for example 0"
+        self.pad_token_id = as_integer("pad_token_id", self.pad_token_id, 0, 2**63 - 1, why=why)
+        for name in (self._row_option, "pad_to_multiple_of", "max_position_embeddings"):
+            setattr(self, name, as_count(name, getattr(self, name)))
+        row, multiple = getattr(self, self._row_option), self.pad_to_multiple_of or 1
+        if row is not None and row % multiple:
+            raise ValueError(f"{self._row_option} must be a multiple of pad_to_multiple_of {multiple}, got {row}")
 
     def _pack(self, forests: Sequence[Forest], names: Sequence[str]) -> PackedRows:
-        """Pack the forests of a batch."""
-        return pack_forests(
-            forests,
-            getattr(self, self._row_option),
-            pad_token_id=self.pad_token_id,
-            pad_to_multiple_of=self.pad_to_multiple_of,
-            max_position_embeddings=self.max_position_embeddings,
-            names=names,
-        )
+        """Pack forests with these names in errors."""
+        row, multiple = getattr(self, self._row_option), self.pad_to_multiple_of or 1
+        sizes = [len(forest.tokens) for forest in forests]
+        for name, forest, size in zip(names, forests, sizes, strict=True):
+            depth = 0 if self.max_position_embeddings is None else forest.depth()
+            check_size(name, size, depth, row, self.max_position_embeddings)
+        if row is None:
+            members, length = [list(range(len(forests)))], -(-sum(sizes) // multiple) * multiple
+        else:
+            members, length = best_fit_decreasing(sizes, row), row
+        input_ids = np.full((len(members), length), self.pad_token_id, dtype=np.int64)
+        position_ids = np.zeros_like(input_ids)
+        subtree_ends = np.zeros(input_ids.shape, dtype=np.int32)
+        starts = np.empty(len(forests), dtype=np.int64)
+        for nth, chosen in enumerate(members):
+            token, segment = 0, 0
+            parents: list[NDArray[np.int64]] = []
+            for index in chosen:
+                forest = forests[index]
+                input_ids[nth, token : token + sizes[index]] = forest.tokens
+                parents.append(np.where(forest.parents < 0, -1, forest.parents + segment))
+                starts[index] = nth * length + token
+                token += sizes[index]
+                segment += len(forest.lengths)
+            lengths = np.concatenate([forests[index].lengths for index in chosen])
+            position_ids[nth, :token], subtree_ends[nth, :token] = lay_out(lengths, np.concatenate(parents))
+        return PackedRows(input_ids, position_ids, subtree_ends, starts, forests)
+
+
+@dataclass
+class RowPacker(PackingCollator):
+    """Packing with all options at their defaults."""
+
+    pad_token_id: int = 0
+    max_length: int | None = None
+    pad_to_multiple_of: int | None = None
+    max_position_embeddings: int | None = None

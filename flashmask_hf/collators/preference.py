@@ -131,10 +131,7 @@ class DataCollatorForSharedQuestion(PackingCollator):
         size, most = len(question), max(map(len, answers))
         longest, limit = size + most, self.max_length
         if not size:
-            raise ValueError(
-                f"{name} has an empty question: nothing would predict the first token of its answers; give it a token, "
-                "for example bos_token"
-            )
+            raise ValueError(f"{name} has an empty question, which predicts no answer's first token; give it a token")
         if limit is None or longest <= limit:
             return question, answers, longest
         if self.truncation_mode == "error":

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from flashmask_hf.collators.answers import first_equals, read_answers
 from flashmask_hf.collators.columns import all_have, as_number, as_numbers, example_names
@@ -113,32 +114,24 @@ class DataCollatorForMultiAnswerReward(PackingCollator):
         names = example_names(examples)
         read = [self._read(example, name) for example, name in zip(examples, names, strict=True)]
         rows = self._pack([example.forest() for example in read], names)
-        counts = [len(example.answers) for example in read]
-        shape = (len(read), max(counts))
-        token_counts = np.empty((len(read), 2), dtype=np.int64)
-        scores = np.full(shape, PADDING, dtype=np.float32)
-        margins = np.zeros(shape, dtype=np.float32)
-        index = torch.empty(shape, dtype=torch.int64)
-        for at, (example, count) in enumerate(zip(read, counts, strict=True)):
-            size = len(rows.forests[at].tokens)
-            token_counts[at] = size, size + (count - 1) * len(example.question)
-            scores[at, :count] = example.scores
-            if example.margins is not None:
-                margins[at, :count] = example.margins
-            last_tokens = torch.stack([path[-1] for path in first_equals(example.answers, rows.paths(at))])
-            index[at, :count], index[at, count:] = last_tokens, last_tokens[-1]
+        last = [
+            torch.stack([path[-1] for path in first_equals(example.answers, rows.paths(at))])
+            for at, example in enumerate(read)
+        ]
+        most = max(map(len, last))
+        index = torch.stack([torch.cat([own, own[-1:].expand(most - len(own))]) for own in last])
+        tokens = [len(forest.tokens) for forest in rows.forests]
+        repeated = [(len(example.answers) - 1) * len(example.question) for example in read]
         batch = {  # answer_counts first: Trainer reads the batch size from it, so that questions weigh alike
-            "answer_counts": torch.tensor(counts),
-            "token_counts": torch.from_numpy(token_counts),
-            "scores": torch.from_numpy(scores),
+            "answer_counts": torch.tensor([len(own) for own in last]),
+            "token_counts": torch.tensor([(count, count + more) for count, more in zip(tokens, repeated, strict=True)]),
+            "scores": pad_sequence([torch.from_numpy(example.scores) for example in read], True, PADDING),
         }
+        margins = [example.margins for example in read if example.margins is not None]
         if all_have("margin", [example.margins is not None for example in read], names):
-            batch["margins"] = torch.from_numpy(margins)
-        return {
-            **batch,
-            "input_ids": torch.from_numpy(rows.input_ids).flatten()[index].view(-1, 1),
-            **rows.indexed_batch(index.view(-1, 1)),
-        }
+            batch["margins"] = pad_sequence([torch.from_numpy(own) for own in margins], True)
+        batch["input_ids"] = torch.from_numpy(rows.input_ids).flatten()[index].view(-1, 1)
+        return batch | rows.indexed_batch(index.view(-1, 1))
 
     def check(self, example: Mapping[str, Any], name: str) -> bool:
         """Return False: nothing is cut. Raise the error that collating an example would raise."""
@@ -187,7 +180,7 @@ def answer_scores(scores: Any, count: int, name: str) -> NDArray[np.float32]:
         ValueError: there are not `count` scores, one is not finite, or all are equal.
     """
     if scores is None:
-        return np.arange(count, dtype=np.float32)[::-1]
+        return np.arange(count - 1, -1, -1, dtype=np.float32)
     values = np.array(as_numbers(scores, count, "answers", f"scores of {name}"), dtype=np.float32)
     if (values == values[0]).all():
         way = "dataset.filter(lambda example: len(set(example['scores'])) > 1)"

@@ -16,14 +16,14 @@ from flashmask_hf.collators.columns import as_integers, as_numbers, as_token_ids
 from flashmask_hf.collators.documents import padded
 from flashmask_hf.collators.forest import Forest
 from flashmask_hf.collators.labels import MASK_COLUMNS
-from flashmask_hf.collators.packing import PackedRows, PackingCollator
+from flashmask_hf.collators.packing import PackedRows, RowPacker
 from flashmask_hf.names import IGNORED
 
 __all__ = ["DataCollatorForTrees"]
 
 
 @dataclass
-class DataCollatorForTrees(PackingCollator):
+class DataCollatorForTrees(RowPacker):
     """Data collator that packs trees of token segments, in which every token is computed and learned once.
 
     An example has `input_ids`, a list of segments in depth-first order, each a list of token ids, and `parents`, the
@@ -70,10 +70,6 @@ class DataCollatorForTrees(PackingCollator):
                  [   2,    3,    6, -100, -100, -100]]])
     """
 
-    pad_token_id: int = 0
-    max_length: int | None = None
-    pad_to_multiple_of: int | None = None
-    max_position_embeddings: int | None = None
     per_path: bool = False
 
     def __post_init__(self):

@@ -42,10 +42,7 @@ def context_parallel_size(args: Any) -> int:
     if config is None:
         return 1
     if getattr(config, "sp_size", 1) > 1:
-        raise ValueError(
-            "sp_size > 1: DeepSpeed's sequence parallelism does not take mask indices; use cp_size with FSDP2 "
-            "(recipes/configs/accelerate_fsdp2_cp.yaml)"
-        )
+        raise ValueError("sp_size > 1: DeepSpeed's sequence parallelism takes no mask indices; use cp_size with FSDP2")
     return config.cp_size
 
 

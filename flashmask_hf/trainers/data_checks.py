@@ -17,6 +17,7 @@ __all__ = [
     "check_rows",
     "first_row",
     "first_rows",
+    "map_options",
     "map_style_datasets",
     "report_dropped",
     "text_datasets",
@@ -27,6 +28,11 @@ logger = get_logger(__name__)
 
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 """Names of columns with images, video and audio."""
+
+
+def map_options(dataset: Any, args: Any, desc: str) -> dict[str, Any]:
+    """Return the options of `map` and `filter` that streams do not have."""
+    return {"num_proc": args.dataset_num_proc, "desc": desc} if isinstance(dataset, Dataset) else {}
 
 
 def map_style_datasets(trainer: Any) -> list[tuple[str, Dataset]]:
@@ -140,8 +146,7 @@ def check_rows(dataset: Dataset, collator: Any, args: Any, name: str) -> None:
         lambda row, index: {"cut": collator.check(row, f"example {index} of the {name} dataset, as prepared,")},
         with_indices=True,
         remove_columns=dataset.column_names,
-        num_proc=args.dataset_num_proc,
-        desc=f"Checking {name} dataset",
+        **map_options(dataset, args, f"Checking {name} dataset"),
     )
     cut = [index for index, is_cut in enumerate(found["cut"]) if is_cut]
     if cut:

@@ -108,9 +108,7 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, DPOTrainer):
     ):
         args = option_checks.prepared_arguments(args, model, peft_config, DPOConfig, SharedQuestionDPOConfig)
         if isinstance(ref_model, str):
-            raise TypeError(
-                f"ref_model must be a model, got the name {ref_model!r}; leave it out to use the policy's, or load it"
-            )
+            raise TypeError(f"ref_model must be a model, got the name {ref_model!r}; leave it out, or load it")
         option_checks.refuse_liger_losses(args)
         datasets = data_checks.text_datasets(train_dataset, eval_dataset)
         if args.label_smoothing and not set(args.loss_type) & set(_SMOOTHED_LOSSES):
@@ -121,7 +119,6 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, DPOTrainer):
         data_collator = option_checks.checked_collator(
             data_collator,
             DataCollatorForSharedQuestion,
-            "DPOTrainer",
             max_length=args.max_length,
             truncation_mode=args.truncation_mode,
             row_length=getattr(args, "row_length", None),
@@ -154,12 +151,10 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, DPOTrainer):
         if {"prompt_ids", "chosen_ids", "rejected_ids"} <= set(first):
             return self._checked(dataset, dataset_name)
         refuse_transform(dataset, f"the {dataset_name} dataset")
-        options: dict[str, Any] = {"with_indices": True}
         columns = [name for name in first if name not in ("tools", "chat_template_kwargs")]
-        if isinstance(dataset, Dataset):
-            options |= {"num_proc": args.dataset_num_proc, "desc": f"Reading {dataset_name} dataset"}
+        options = data_checks.map_options(dataset, args, f"Reading {dataset_name} dataset")
         with global_then_local_main_first():
-            dataset = dataset.map(preference_columns, remove_columns=columns, **options)
+            dataset = dataset.map(preference_columns, with_indices=True, remove_columns=columns, **options)
         prepared = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
         why = f"has a question that fills max_length={args.max_length}"
         data_checks.report_dropped(dataset, prepared, dataset_name, why)

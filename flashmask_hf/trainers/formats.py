@@ -109,12 +109,14 @@ def _in_one_form(prompt: Any, answers: list[Any], name: str) -> tuple[Any, list[
     return prompt, answers
 
 
-def refuse_other_keys(parts: Sequence[Any], name: str) -> None:
-    """Raise a ValueError if a conversation among these columns has no roles, as in ShareGPT."""
+def refuse_other_keys(parts: Sequence[Any], name: str, keys: tuple[str, str] = ("role", "content")) -> None:
+    """Raise a ValueError if a conversation among these columns has other keys, as in ShareGPT."""
     for part in parts:
         first = part[0] if isinstance(part, list) and part else None
-        if isinstance(first, Mapping) and "role" not in first:
-            raise ValueError(f"{name} has messages with the keys {', '.join(first)}; rename them to role and content")
+        if isinstance(first, Mapping) and keys[0] not in first:
+            raise ValueError(
+                f"{name} has messages with the keys {', '.join(first)}; rename them to {' and '.join(keys)}"
+            )
 
 
 def _refuse_unread(example: Mapping[str, Any], answers: Sequence[Any], name: str) -> None:

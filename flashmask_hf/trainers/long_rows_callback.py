@@ -242,15 +242,13 @@ class LongRows(TrainerCallback):
 def obstacle_to_measuring(trainer: Any) -> str | None:
     """Return why a trainer's steps cannot be measured before training, or None."""
     args = trainer.args
-    if not torch.cuda.is_available() or args.use_cpu:
-        return "memory is measured on a GPU, and this trains on none"
-    if args.packing or args.padding_free:
-        return "rows that TRL packs (packing, padding_free) cannot be measured"
-    if trainer.accelerator.distributed_type == DistributedType.DEEPSPEED:
-        return "DeepSpeed runs no step before training"
-    if args.torch_compile:
-        return "a compiled model would be compiled again for the measured rows"
-    return None
+    obstacles = {
+        "memory is measured on a GPU, and this trains on none": not torch.cuda.is_available() or args.use_cpu,
+        "rows that TRL packs (packing, padding_free) cannot be measured": args.packing or args.padding_free,
+        "DeepSpeed runs no step before training": trainer.accelerator.distributed_type == DistributedType.DEEPSPEED,
+        "a compiled model would be compiled again for the measured rows": args.torch_compile,
+    }
+    return next((obstacle for obstacle, holds in obstacles.items() if holds), None)
 
 
 def _leave_inputs_of_adapters(model: Any, device_type: str) -> None:

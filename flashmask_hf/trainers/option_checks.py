@@ -43,14 +43,12 @@ def prepared_arguments(
     return args
 
 
-def checked_collator(given: Any, expected: type, stock: str, **options: Any) -> Any:
+def checked_collator(given: Any, expected: type, **options: Any) -> Any:
     """Return the caller's collator, which must be an `expected`, or build one if it is None."""
     if given is None:
         return expected(**options)
     if not isinstance(given, expected):
-        raise TypeError(
-            f"data_collator must be a {expected.__name__}, got {type(given).__name__}; leave it out, or use trl.{stock}"
-        )
+        raise TypeError(f"data_collator must be a {expected.__name__}, got {type(given).__name__}; leave it out")
     return given
 
 
@@ -61,10 +59,8 @@ def refuse_options(args: Any, *, learns_labels: bool = False) -> None:
     """
     if not learns_labels:
         if context_parallel_size(args) > 1:
-            raise ValueError(
-                "cp_size > 1 (parallelism_config): this trainer's loss compares answers, whose tokens would be on "
-                "several ranks; set cp_size=1, or use PackedSFTTrainer"
-            )
+            problem = "this trainer's loss compares answers, whose tokens would be on several ranks"
+            raise ValueError(f"cp_size > 1 (parallelism_config): {problem}; set cp_size=1, or use PackedSFTTrainer")
         factor = args.label_smoothing_factor
         if factor:
             raise ValueError(f"label_smoothing_factor={factor}: this trainer's loss does not read it; leave it at 0")
@@ -76,9 +72,7 @@ def refuse_adapters(model: Any, peft_config: Any) -> None:
     """Raise a ValueError for adapters, in the model or to add, with virtual tokens or that search sequences."""
     for config in (peft_config, *getattr(model, "peft_config", {}).values()):
         if getattr(config, "is_prompt_learning", False):
-            raise ValueError(
-                f"peft_config: {type(config).__name__} adds virtual tokens, which packed rows cannot hold; use LoRA"
-            )
+            raise ValueError(f"peft_config: {type(config).__name__} adds virtual tokens; use LoRA with packed rows")
         if getattr(config, "alora_invocation_tokens", None):
             raise ValueError("peft_config: alora_invocation_tokens do not support packed rows; use plain LoRA")
 
@@ -86,6 +80,4 @@ def refuse_adapters(model: Any, peft_config: Any) -> None:
 def refuse_liger_losses(args: Any) -> None:
     """Raise a ValueError if TRL would compute log-probabilities by Liger, past the hooks that pack rows."""
     if args.use_liger_kernel and compare_versions("trl", "<", "1.15"):
-        raise ValueError(
-            "use_liger_kernel bypasses the model's forward in TRL 1.14; leave it out, or install trl>=1.15"
-        )
+        raise ValueError("use_liger_kernel bypasses a model's forward in TRL 1.14; leave it out, or install trl>=1.15")

@@ -133,9 +133,7 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, RewardTrainer):
         args = prepared_arguments(args, model, peft_config, RewardConfig, MultiAnswerRewardConfig)
         datasets = text_datasets(train_dataset, eval_dataset)
         if getattr(peft_config, "task_type", None) == "CAUSAL_LM":
-            raise ValueError(
-                "peft_config: task_type='CAUSAL_LM' does not save a reward model's head; use task_type='SEQ_CLS'"
-            )
+            raise ValueError("peft_config: task_type='CAUSAL_LM' does not save a reward model's head; use 'SEQ_CLS'")
         if args.include_num_input_tokens_seen != "no" or "inputs" in args.include_for_metrics:
             raise ValueError(
                 "include_num_input_tokens_seen and include_for_metrics=['inputs'] read input_ids, which has only the "
@@ -258,9 +256,7 @@ def _keep_forward(args: Any) -> None:
     """Make Liger replace layers only; raise a ValueError for its fused loss, which calls a language model's head."""
     config = args.liger_kernel_config or {}
     if config.get("fused_linear_cross_entropy"):
-        raise ValueError(
-            "liger_kernel_config={'fused_linear_cross_entropy': True} needs a language model's head; leave it out"
-        )
+        raise ValueError("liger_kernel_config: fused_linear_cross_entropy needs a language model's head; leave it out")
     args.liger_kernel_config = {**config, "fused_linear_cross_entropy": False}
 
 
@@ -287,9 +283,7 @@ def _refuse_unsaved_head(model: Any) -> None:
 def _collator(given: Any, row_length: int | None, score_margin: float, multiple: Any) -> Any:
     """Return the given collator if it agrees with the arguments, or build one."""
     options = {"row_length": row_length, "score_margin": score_margin}
-    collator = checked_collator(
-        given, DataCollatorForMultiAnswerReward, "RewardTrainer", pad_to_multiple_of=multiple, **options
-    )
+    collator = checked_collator(given, DataCollatorForMultiAnswerReward, pad_to_multiple_of=multiple, **options)
     for name, value in options.items():
         own = getattr(collator, name)
         if value and value != own:

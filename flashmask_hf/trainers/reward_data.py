@@ -14,7 +14,7 @@ from trl.trainer.utils import global_then_local_main_first
 from flashmask_hf.collators.columns import as_number
 from flashmask_hf.collators.dataset import refuse_transform, unformatted, warn_of_weights
 from flashmask_hf.collators.reward import answer_scores, shared_prefix, two_margins
-from flashmask_hf.trainers.data_checks import first_row, report_dropped, without_media
+from flashmask_hf.trainers.data_checks import first_row, map_options, report_dropped, without_media
 from flashmask_hf.trainers.formats import answer_sequences
 
 __all__ = ["check_margins", "prepare_rows"]
@@ -34,13 +34,9 @@ def prepare_rows(
     dataset = without_media(unformatted(dataset), name)
     first = first_row(dataset, name)
     warn_of_weights(first, f"the {name} dataset")
-    map_style = isinstance(dataset, Dataset)  # IterableDataset.map has neither num_proc nor desc
-    options: dict[str, Any] = {"num_proc": args.dataset_num_proc} if map_style else {}
     with global_then_local_main_first():
         if not ({"prompt_ids", "answers_ids"} <= set(first) or {"chosen_ids", "rejected_ids"} <= set(first)):
-            if map_style:
-                refuse_transform(dataset, f"the {name} dataset")
-                options["desc"] = f"Tokenizing {name} dataset"
+            refuse_transform(dataset, f"the {name} dataset")
             if isinstance(dataset, Dataset) and score_margin and "score_chosen" in first and "margin" not in first:
                 # Ranked answers among pairs get no margin, but map needs the column in every row, with its type.
                 dataset = dataset.add_column("margin", [None] * len(dataset), feature=Value("float64"))  # type: ignore
@@ -49,12 +45,11 @@ def prepare_rows(
                 with_indices=True,
                 remove_columns=list(first),
                 fn_kwargs={"tokenizer": tokenizer, "dataset_name": name, "score_margin": score_margin},
-                **options,
+                **map_options(dataset, args, f"Tokenizing {name} dataset"),
             )
         if args.max_length is None:
             return dataset
-        if map_style:
-            options["desc"] = f"Filtering {name} >{args.max_length} tokens"
+        options = map_options(dataset, args, f"Filtering {name} >{args.max_length} tokens")
         kept = dataset.filter(_fits, fn_kwargs={"max_length": args.max_length}, **options)
     report_dropped(dataset, kept, name, f"has an answer that brings it over max_length={args.max_length}")
     return kept

@@ -110,10 +110,7 @@ class PackedSFTTrainer(ResumeMixin, EvenBatchesMixin, ContextParallelMixin, SFTT
         computes = {name: kwargs.get(name) for name in _COMPUTES}
         parts = check_context_parallel(args, trl_packs=_trl_packs(args), computes=computes)
         if args.packing and args.packing_strategy == "wrapped":
-            raise ValueError(
-                "packing_strategy='wrapped' does not record where documents begin; leave packing out, choose 'bfd' or "
-                "'bfd_split', or use trl.SFTTrainer"
-            )
+            raise ValueError("packing_strategy='wrapped' does not record where documents begin; choose 'bfd'")
         _refuse_unread_smoothing(args, kwargs.get("compute_loss_func"))
         datasets = text_datasets(train_dataset, eval_dataset)
         if not _trl_packs(args):
@@ -124,7 +121,6 @@ class PackedSFTTrainer(ResumeMixin, EvenBatchesMixin, ContextParallelMixin, SFTT
             collator = checked_collator(
                 data_collator,
                 DataCollatorForPackedLanguageModeling,
-                "SFTTrainer",
                 pad_to_multiple_of=args.pad_to_multiple_of if isinstance(args.pad_to_multiple_of, int) else None,
                 max_position_embeddings=max_position_embeddings,
                 completion_only_loss=None if _prepares_rows(args) else args.completion_only_loss,  # else packing labels
@@ -299,9 +295,8 @@ def _positions(model: Any, args: SFTConfig) -> int | None:
     """Return the number of positions of a model or its name; None is no limit."""
     config = getattr(model, "config", None)
     if config is None:
-        options = args.model_init_kwargs or {}
-        trusted = options.get("trust_remote_code", args.trust_remote_code)  # as TRL will load the model
-        config = AutoConfig.from_pretrained(model, revision=options.get("revision"), trust_remote_code=trusted)
+        options = {"trust_remote_code": args.trust_remote_code} | (args.model_init_kwargs or {})  # as TRL will load it
+        config = AutoConfig.from_pretrained(model, **options)
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 

@@ -14,70 +14,47 @@ from flashmask_hf.trainers.formats import CONTEXTS, refuse_other_keys, refuse_un
 
 __all__ = ["check_columns", "check_completions", "packing_report"]
 
+_TURNS = {"messages": ("role", "content"), "conversations": ("from", "value")}
+"""Columns of conversations that TRL reads, and the keys of their messages."""
+
 
 def check_columns(
     dataset: Dataset | IterableDataset, first: dict[str, Any], text_field: str, formatted: bool, name: str
 ) -> None:
-    """Raise a ValueError if TRL would ignore text of a dataset that is not tokenized.
+    """Raise a ValueError if TRL would ignore text of a dataset that is not tokenized, for example a system prompt.
 
     `first` is its first row, `formatted` whether a `formatting_func` makes the text.
     """
+    where = f"the {name} dataset"
     if formatted:
-        _check_formatted_columns(first, text_field, name)
+        ahead = [f"the column {column} of {where}" for column in ("prompt", *_TURNS) if column in first]
+        if text_field != "text":
+            ahead.append(f"dataset_text_field={text_field!r}")
+        if ahead:
+            raise ValueError(
+                f"TRL would read {ahead[0]}, and not the text of formatting_func; apply it before: dataset.map("
+                "lambda row: {'text': formatting_func(row)}, remove_columns=dataset.column_names)"
+            )
         return
-    _check_read_columns(first, text_field, name)
-    _check_context(dataset, first, name)
-
-
-def _check_read_columns(example: dict[str, Any], text_field: str, dataset_name: str) -> None:
-    """Raise a ValueError if an example has nothing that TRL tokenizes."""
-    if {"prompt", "completion"} <= set(example):
-        refuse_other_keys((example["prompt"], example["completion"]), f"the {dataset_name} dataset")
-        return
-    read = [name for name in ("messages", "conversations", text_field) if name in example]
-    if not read:
+    read = [column for column in (*_TURNS, text_field) if column in first]
+    if {"prompt", "completion"} <= set(first):
+        read = ["completion"]
+        refuse_other_keys((first["prompt"], first["completion"]), where)
+    elif not read:
         problem = f"has no messages, no prompt with completion, no {text_field} and no input_ids"
-        way = f"rename a column, set dataset_text_field, or give a formatting_func. It has: {', '.join(example)}"
-        raise ValueError(f"the {dataset_name} dataset {problem}; {way}")
-    if "prompt" in example:
-        problem = "has a prompt without a completion, and TRL then ignores other columns"
-        way = f"remove or rename the column prompt to train on {read[0]}"
-        raise ValueError(f"the {dataset_name} dataset {problem}; {way}")
-    if text_field in example:
-        return
-    first = next(iter(example[read[0]] or ()), None)
-    if isinstance(first, dict) and {"messages": "role", "conversations": "from"}[read[0]] not in first:
-        problem = f"{read[0]} of the {dataset_name} dataset have the keys {', '.join(first)}"
-        read_keys = "role and content in messages, from and value in conversations"
-        raise ValueError(f"{problem}, but TRL reads {read_keys}; rename the keys or the column")
-
-
-def _check_context(dataset: Dataset | IterableDataset, first: dict[str, Any], dataset_name: str) -> None:
-    """Raise a ValueError for a system prompt or an input in a separate column, which TRL ignores.
-
-    Checks the first row with text in the column; in a stream, the first row.
-    """
-    names = ["completion"] if "prompt" in first else ["messages", "conversations"]
-    read = next((name for name in names if name in first), None)
-    for column in CONTEXTS:
-        if read is None or column not in first:
-            continue
-        index, row = 0, first
-        if isinstance(dataset, Dataset):
-            index = next((index for index, text in enumerate(dataset[column]) if text), 0)
-            row = dataset[index]
-        refuse_unread_context(row, (row[read],), f"example {index} of the {dataset_name} dataset")
-
-
-def _check_formatted_columns(example: dict[str, Any], text_field: str, dataset_name: str) -> None:
-    """Raise a ValueError if TRL would not tokenize the text that `formatting_func` makes."""
-    read = [name for name in ("prompt", "messages", "conversations") if name in example]
-    if read or text_field != "text":
-        ahead = f"the column {read[0]} of the {dataset_name} dataset" if read else f"dataset_text_field={text_field!r}"
-        raise ValueError(
-            f"TRL would read {ahead}, and not the text of formatting_func; apply it before: dataset.map("
-            "lambda row: {'text': formatting_func(row)}, remove_columns=dataset.column_names)"
-        )
+        way = f"rename a column, set dataset_text_field, or give a formatting_func. It has: {', '.join(first)}"
+        raise ValueError(f"{where} {problem}; {way}")
+    elif "prompt" in first:
+        problem = f"{where} has a prompt without a completion, and TRL then ignores other columns"
+        raise ValueError(f"{problem}; remove or rename the column prompt to train on {read[0]}")
+    elif text_field not in first:
+        refuse_other_keys((first[read[0]],), where, _TURNS[read[0]])
+    for column in CONTEXTS if read[0] != text_field else ():
+        if column in first:  # a stream is checked by its first row
+            rows = dataset[column] if isinstance(dataset, Dataset) else ()
+            index = next((index for index, text in enumerate(rows) if text), 0)
+            row = dataset[index] if isinstance(dataset, Dataset) else first
+            refuse_unread_context(row, (row[read[0]],), f"example {index} of {where}")
 
 
 def check_completions(example: dict[str, Any], dataset_name: str) -> None:

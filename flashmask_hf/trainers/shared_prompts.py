@@ -254,9 +254,7 @@ def _check_options(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
         )
     _refuse_images(kwargs.get("processing_class"))
     if getattr(args, "use_transformers_continuous_batching", False):
-        raise ValueError(
-            "use_transformers_continuous_batching does not support packed rows; generate with vLLM, or leave it out"
-        )
+        raise ValueError("use_transformers_continuous_batching does not support packed rows; use vLLM, or leave it out")
     refuse_liger_losses(args)
 
 
@@ -306,12 +304,11 @@ def _regrouping_window(trainer: Any) -> int:
 
 def _divides_by_micro_batch(trainer: Any) -> str:
     """Return why the loss depends on the rows of a micro-batch, or ""."""
-    if getattr(trainer, "loss_type", "") == "bnpo":
-        return "loss_type='bnpo' divides by the tokens of a micro-batch ('dapo' divides by the tokens of all)"
-    if getattr(trainer, "top_entropy_quantile", 1.0) < 1.0:
-        return "top_entropy_quantile takes the quantile of a micro-batch"
-    if getattr(trainer, "_entropy_bonus_enabled", False):
-        return "entropy_coef weighs the mean entropy of a micro-batch"
-    if getattr(trainer, "aux_loss_enabled", False):
-        return "router_aux_loss_coef weighs a loss of a micro-batch"
-    return ""
+    reasons = {
+        "loss_type='bnpo' divides by a micro-batch's tokens ('dapo' by all)": getattr(trainer, "loss_type", "")
+        == "bnpo",
+        "top_entropy_quantile takes the quantile of a micro-batch": getattr(trainer, "top_entropy_quantile", 1.0) < 1.0,
+        "entropy_coef weighs the mean entropy of a micro-batch": getattr(trainer, "_entropy_bonus_enabled", False),
+        "router_aux_loss_coef weighs a loss of a micro-batch": getattr(trainer, "aux_loss_enabled", False),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")

@@ -352,9 +352,9 @@ def test_spread_puts_each_value_at_the_place_of_its_token(trees, options):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ([[1, 2]], "values has 1 entries for 2 forests"),
-        ([[1, 2], [3, 4]], r"values\[1\] has 2 entries, but forests\[1\] has 1 tokens; they must be one to one"),
-        ([[1], [3]], r"values\[0\] has 1 entries, but forests\[0\] has 2 tokens"),
+        ([[1, 2]], r"one entry per token, \[2, 1\] for the forests, got \[2\]"),
+        ([[1, 2], [3, 4]], r"one entry per token, \[2, 1\] for the forests, got \[2, 2\]"),
+        ([[1], [3]], r"one entry per token, \[2, 1\] for the forests, got \[1, 1\]"),
     ],
 )
 def test_spread_raises_unless_values_and_tokens_are_one_to_one(values, message):
