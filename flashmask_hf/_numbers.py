@@ -10,10 +10,18 @@ from torch import Tensor
 
 from flashmask_hf.torch_internals import device_assert
 
-__all__ = ["as_integer", "as_length", "check_between", "check_bool", "check_range"]
+__all__ = ["as_integer", "as_length", "check_between", "check_bool", "check_range", "check_tensor"]
 
 _MAX_LENGTH = 2**31 - 1
 """Most query rows or keys of a mask: the largest int32."""
+
+_DTYPES = {
+    "a bool": (torch.bool,),
+    "an int32": (torch.int32,),
+    "an integer": (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    "a floating-point": (torch.bfloat16, torch.float16, torch.float32, torch.float64),
+}
+"""Kinds of tensors, with their article, and the dtypes of each."""
 
 
 def check_bool(name: str, value: object) -> None:
@@ -51,6 +59,24 @@ def as_length(name: str, value: Any) -> int:
     if isinstance(length, int) and length > _MAX_LENGTH:  # a symbolic one would get a guard
         raise ValueError(f"{name} must be at most {_MAX_LENGTH}, the largest int32, got {length}")
     return length
+
+
+def check_tensor(name: str, value: Any, kind: str, *shapes: str) -> Tensor:
+    """Return `value` if it is a tensor of a kind (a key of `_DTYPES`) and shape.
+
+    Args:
+        name: the argument, for errors.
+        value: anything.
+        kind: of its dtype.
+        shapes: the ones allowed, such as "[B, S]"; no axis may be empty.
+    """
+    if not isinstance(value, Tensor) or value.dtype not in _DTYPES[kind]:
+        got = f"{value.dtype}; convert it" if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"{name} must be {kind} tensor {' or '.join(shapes)}, got {got}")
+    if 0 in value.shape or value.dim() - 1 not in [shape.count(",") for shape in shapes]:
+        allowed = " or ".join(shapes)
+        raise ValueError(f"{name} must have shape {allowed} with no empty axis, got {list(value.shape)}")
+    return value
 
 
 def check_range(indices: Tensor, q_len: int) -> None:

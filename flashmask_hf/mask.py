@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 import torch
 from torch import Tensor
 
-from flashmask_hf._numbers import as_length, check_bool
+from flashmask_hf._numbers import as_length, check_bool, check_tensor
 from flashmask_hf.intervals import (
     Runs,
     causal_starts,
@@ -81,13 +81,8 @@ class FlashMask:
     __slots__ = ("__weakref__", "_causal", "_indices", "_plan", "_q_len")
 
     def __init__(self, indices: Tensor, causal: bool, *, q_len: int | None = None):
-        if not isinstance(indices, Tensor):
-            raise TypeError(f"indices must be an int32 tensor [B, Hm, Skv, n], got {type(indices).__name__}")
-        if indices.dtype != torch.int32:
-            raise TypeError(f"indices must be int32, got {indices.dtype}; convert with indices.to(torch.int32)")
+        check_tensor("indices", indices, "an int32", "[B, Hm, Skv, n]")
         check_bool("causal", causal)
-        if indices.dim() != 4 or 0 in indices.shape:
-            raise ValueError(f"indices must have shape [B, Hm, Skv, n] with no empty axis, got {list(indices.shape)}")
         q_len = None if q_len is None else as_length("q_len", q_len)
         allowed = (1, 2) if causal else (2, 4)
         if indices.shape[-1] not in allowed:
@@ -293,14 +288,7 @@ class FlashMask:
             ValueError: its rank is not 2, 3 or 4, or an axis is empty.
             MaskNotRepresentable: a column has more hidden intervals than fit.
         """
-        if not isinstance(visible, Tensor) or visible.dtype != torch.bool:
-            got = visible.dtype if isinstance(visible, Tensor) else type(visible).__name__
-            raise TypeError(f"visible must be a bool tensor [..., Sq, Skv], True where visible, got {got}")
-        if visible.dim() not in (2, 3, 4) or 0 in visible.shape:
-            raise ValueError(
-                "visible must have shape [Sq, Skv], [B, Sq, Skv] or [B, H, Sq, Skv] with no empty axis, got "
-                f"{list(visible.shape)}"
-            )
+        check_tensor("visible", visible, "a bool", "[Sq, Skv]", "[B, Sq, Skv]", "[B, H, Sq, Skv]")
         visible = visible[None, None] if visible.dim() == 2 else visible
         visible = visible[:, None] if visible.dim() == 3 else visible
         if causal is None:
@@ -330,15 +318,13 @@ class FlashMask:
         runs, leaks = [], []
         for first in range(0, kv_len, _COLUMNS_PER_PASS):
             last = min(first + _COLUMNS_PER_PASS, kv_len)
-            part = visible(first, last)
-            if not isinstance(part, Tensor) or part.dtype != torch.bool:
-                kind = part.dtype if isinstance(part, Tensor) else type(part).__name__
-                raise TypeError(f"visible must return a bool tensor, got {kind}; compare, or convert it with .bool()")
+            returned = f"[B, H, Sq, {last - first}]"
+            part = check_tensor(f"visible({first}, {last})", visible(first, last), "a bool", returned)
             shape = shape or list(part.shape[:3])
-            if part.dim() != 4 or part.shape[3] != last - first or list(part.shape[:3]) != shape or 0 in shape:
+            if list(part.shape) != [*shape, last - first]:
                 raise ValueError(
-                    f"visible must return [B, H, Sq, {last - first}] for columns {first} to {last}, of the same B, H "
-                    f"and Sq each time, none of them 0, got {list(part.shape)}"
+                    f"visible({first}, {last}) must be {returned}, of the same B, H and Sq each time, got "
+                    f"{list(part.shape)}"
                 )
             part_runs, part_leaks = find_hidden_runs(part, first, kv_len, causal)
             runs.append(part_runs)

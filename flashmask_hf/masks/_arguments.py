@@ -8,13 +8,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from flashmask_hf._numbers import as_integer, as_length
+from flashmask_hf._numbers import as_integer, as_length, check_tensor
 
 Device: TypeAlias = torch.device | str | None
 """Device to build a mask on, or None."""
-
-INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
-"""Dtypes of integer tensors."""
 
 
 def device_of(device: Device, value: Any) -> Device:
@@ -28,17 +25,6 @@ def from_array(value: Any) -> Any:
     if isinstance(value, (Tensor, list, tuple, int, torch.SymInt)) or not hasattr(value, "__array_interface__"):
         return value
     return torch.tensor(value) if getattr(value, "shape", ()) else value  # a number of NumPy has no axes
-
-
-def integer_tensor(name: str, value: Any, *shapes: str) -> Tensor:
-    """Return an int tensor or array as a tensor; `shapes` are the allowed ones, such as "[B, S]", no axis empty."""
-    value = from_array(value)
-    if not isinstance(value, Tensor) or value.dtype not in INTEGERS:
-        got = value.dtype if isinstance(value, Tensor) else type(value).__name__
-        raise TypeError(f"{name} must be a tensor of integers, got {got}")
-    if value.dim() not in [shape.count(",") + 1 for shape in shapes] or not value.numel():
-        raise ValueError(f"{name} must have shape {' or '.join(shapes)}, got {list(value.shape)}")
-    return value
 
 
 def query_count(q_len: int | None, kv_len: int) -> int:
@@ -69,7 +55,7 @@ def batch_integers(name: str, value: Any, high: int | None, axis: str = "B") -> 
     """Return numbers in 0..high from a list, or an int tensor or array [axis]; by default one per packed row."""
     value = from_array(value)
     if isinstance(value, Tensor):
-        value = integer_tensor(name, value, f"[{axis}]").tolist()
+        value = check_tensor(name, value, "an integer", f"[{axis}]").tolist()
     if not isinstance(value, (list, tuple)):
         raise TypeError(f"{name} must be a list, or an int tensor or array [{axis}], got {type(value).__name__}")
     if not value:

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from flashmask_hf._numbers import as_integer, as_length, check_bool
+from flashmask_hf._numbers import as_integer, as_length, check_bool, check_tensor
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.masks._arguments import (
     Device,
@@ -16,7 +16,6 @@ from flashmask_hf.masks._arguments import (
     batch_rows,
     device_of,
     from_array,
-    integer_tensor,
     key_count,
 )
 from flashmask_hf.masks._columns import document_spans, key_positions, make_mask, per_row, per_token
@@ -181,7 +180,7 @@ def _batch_lengths(name: str, value: Any, kv_len: int | None) -> tuple[list[list
     value = from_array(value)
     if isinstance(value, Tensor):
         ragged = value.dim() == 2
-        value = integer_tensor(name, value, "[documents]", "[B, documents]").tolist()
+        value = check_tensor(name, value, "an integer", "[documents]", "[B, documents]").tolist()
         for row in value if ragged else []:
             while row and row[-1] == 0:
                 row.pop()

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashmask_hf._numbers import as_integer, as_length
+from flashmask_hf._numbers import as_integer, as_length, check_tensor
 from flashmask_hf.mask import FlashMask
-from flashmask_hf.masks._arguments import Device, integer_tensor
+from flashmask_hf.masks._arguments import Device, from_array
 from flashmask_hf.masks._columns import key_positions, make_mask
 
 
@@ -71,7 +71,7 @@ def random_eviction(
     if generator is not None or (batch, heads) != (1, 1):
         raise ValueError("evict_from leaves nothing to draw; leave out generator, batch and heads, or evict_from")
     shape = f"[B, Hm, kv_len = {kv_len}]"
-    places = integer_tensor("evict_from", evict_from, shape)
+    places = check_tensor("evict_from", from_array(evict_from), "an integer", shape)
     if places.shape[-1] != kv_len:
         raise ValueError(f"evict_from must have shape {shape}, got {list(places.shape)}")
     bad = (places <= key_positions(kv_len, places.device)) | (places > kv_len)

@@ -8,9 +8,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from flashmask_hf._numbers import as_length, check_bool
+from flashmask_hf._numbers import as_length, check_bool, check_tensor
 from flashmask_hf.mask import FlashMask
-from flashmask_hf.masks._arguments import Device, batch_integers, device_of, integer_tensor
+from flashmask_hf.masks._arguments import Device, batch_integers, device_of, from_array
 from flashmask_hf.masks._columns import key_positions, make_mask, next_flagged
 from flashmask_hf.masks.documents import causal_document, document
 
@@ -97,7 +97,8 @@ def from_position_ids(
         >>> from_position_ids(torch.tensor([0, 1, 2, 0, 1, 0])).indices.flatten()
         tensor([3, 3, 3, 5, 5, 6], dtype=torch.int32)
     """
-    positions = torch.atleast_2d(integer_tensor("position_ids", position_ids, "[S]", "[B, S]").to(torch.int64))
+    position_ids = check_tensor("position_ids", from_array(position_ids), "an integer", "[S]", "[B, S]")
+    positions = torch.atleast_2d(position_ids.to(torch.int64))
     expected = torch.nn.functional.pad(positions[:, :-1] + 1, (1, 0))
     wrong = (positions != 0) & (positions != expected)
     if wrong.any():

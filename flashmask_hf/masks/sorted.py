@@ -10,9 +10,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from flashmask_hf._numbers import check_bool
+from flashmask_hf._numbers import check_bool, check_tensor
 from flashmask_hf.mask import FlashMask, check_fit
-from flashmask_hf.masks._arguments import INTEGERS, Device
+from flashmask_hf.masks._arguments import Device
 
 
 def qk_sparse(q_keep: Tensor, k_keep: Tensor, *, mask: FlashMask | None = None, device: Device = None) -> FlashMask:
@@ -109,14 +109,9 @@ def _sorted_mask(q_bucket: Tensor, k_bucket: Tensor, mask: FlashMask | None, dev
 
 def check_pair(kind: Literal["keep", "bucket"], q: Tensor, k: Tensor) -> None:
     """Raise unless q [B, H, Sq] and k [B, Hkv, Skv], bool or int by `kind`, have one device and batch, H % Hkv == 0."""
-    wanted, dtypes = ("bool", {torch.bool}) if kind == "keep" else ("integer", INTEGERS)
     q_name, k_name = f"q_{kind}", f"k_{kind}"
     for name, value in ((q_name, q), (k_name, k)):
-        if not isinstance(value, Tensor) or value.dtype not in dtypes:
-            got = value.dtype if isinstance(value, Tensor) else type(value).__name__
-            raise TypeError(f"{name} must be a tensor of {wanted} values, got {got}")
-        if value.dim() != 3 or not value.numel():
-            raise ValueError(f"{name} must have shape [B, H, S], no axis empty, got {list(value.shape)}")
+        check_tensor(name, value, "a bool" if kind == "keep" else "an integer", "[B, H, S]")
     if q.device != k.device:
         raise ValueError(f"{k_name} is on {k.device}, {q_name} on {q.device}; move it with {k_name}.to('{q.device}')")
     if q.shape[0] != k.shape[0]:

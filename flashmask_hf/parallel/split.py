@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from flashmask_hf._numbers import check_tensor
 from flashmask_hf.names import IGNORED, VECTORS
 from flashmask_hf.parallel.collectives import Group, group_of
 from flashmask_hf.torch_internals import device_assert
@@ -228,15 +229,13 @@ def refuse_rope_by_length(config: Any) -> None:
 def make_split(process_group: ProcessGroup, rows: Tensor, position_ids: Tensor, exchange: Any = None) -> RowSplit:
     """Return a split; arguments and errors are as in `sequence_parallel`."""
     group = group_of(process_group)
-    for name, value in (("rows", rows), ("position_ids", position_ids)):
-        if not isinstance(value, Tensor) or value.is_floating_point() or value.dtype == torch.bool:
-            got = value.dtype if isinstance(value, Tensor) else type(value).__name__
-            raise TypeError(f"{name} must be an integer tensor, got {got}")
+    check_tensor("rows", rows, "an integer", f"[{group.size}, S / {group.size}]")
+    check_tensor("position_ids", position_ids, "an integer", "[B, S]")
     if exchange not in ("heads", "keys", None):
         raise ValueError(f"exchange must be one of ('heads', 'keys') or None, got {exchange!r}")
-    if rows.dim() != 2 or rows.shape[0] != group.size:
+    if rows.shape[0] != group.size:
         raise ValueError(f"rows must have shape [{group.size}, S / {group.size}], got {list(rows.shape)}")
-    if position_ids.dim() != 2 or position_ids.shape[1] != rows.numel():
+    if position_ids.shape[1] != rows.numel():
         raise ValueError(f"position_ids must have the whole row, [B, {rows.numel()}], got {list(position_ids.shape)}")
     order = rows.flatten()
     natural = torch.arange(rows.numel(), device=rows.device)

@@ -10,7 +10,7 @@ from torch import Tensor
 from flashmask_hf._call.arguments import Arguments, Inputs, check_tensors
 from flashmask_hf._call.call import resolve
 from flashmask_hf._call.operators import plan_of
-from flashmask_hf._numbers import as_integer, check_bool
+from flashmask_hf._numbers import as_integer, check_bool, check_tensor
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.masks.sorted import check_pair, first_hidden_rows
 from flashmask_hf.sparse.operators import (
@@ -154,10 +154,7 @@ def lsh_buckets(x: Tensor, n_buckets: int, *, generator: torch.Generator | None 
         TypeError: an argument has the wrong type or dtype.
         ValueError: `x` has another shape, or `n_buckets` is odd or less than 2.
     """
-    if not isinstance(x, Tensor) or not x.dtype.is_floating_point:
-        raise TypeError(f"x must be a floating-point tensor [B, H, S, D], got {getattr(x, 'dtype', type(x).__name__)}")
-    if x.dim() != 4 or 0 in x.shape:
-        raise ValueError(f"x must have shape [B, H, S, D] with no empty axis, got {list(x.shape)}")
+    check_tensor("x", x, "a floating-point", "[B, H, S, D]")
     n_buckets = as_integer("n_buckets", n_buckets, 2)
     if n_buckets % 2:
         raise ValueError(f"n_buckets must be even, got {n_buckets}")

@@ -42,7 +42,7 @@ LONGER = FlashMask(torch.full((1, 1, 8, 1), 9, dtype=torch.int32), causal=True)
         (
             lambda: masks.document(torch.tensor([3.0])),
             TypeError,
-            r"documents must be a tensor of integers, got torch.float32",
+            r"documents must be an integer tensor \[documents\] or \[B, documents\], got torch.float32",
         ),
         (
             lambda: masks.document(torch.tensor([[[3]]])),
@@ -90,7 +90,7 @@ LONGER = FlashMask(torch.full((1, 1, 8, 1), 9, dtype=torch.int32), causal=True)
         (lambda: masks.causal_blockwise([2, 0]), ValueError, r"block_lengths\[1\] must be at least 1, got 0"),
         (lambda: masks.prefix_lm_causal(4, 5), ValueError, r"prefix must be in 0\.\.4, got 5"),
         (lambda: masks.prefix_lm_causal(4, [1, -1]), ValueError, r"prefix\[1\] must be in 0\.\.4, got -1"),
-        (lambda: masks.prefix_lm_causal(4, torch.ones(1)), TypeError, r"prefix must be a tensor of integers"),
+        (lambda: masks.prefix_lm_causal(4, torch.ones(1)), TypeError, r"prefix must be an integer tensor"),
         (lambda: masks.prefix_lm_causal(4, []), ValueError, r"prefix is empty"),
         (lambda: masks.prefix_lm_document([(4, 3)]), ValueError, r"documents\[0\]\[0\] must be in 0\.\.3, got 4"),
         (
@@ -112,18 +112,18 @@ LONGER = FlashMask(torch.full((1, 1, 8, 1), 9, dtype=torch.int32), causal=True)
         (
             lambda: masks.padding(torch.ones(1, 2).long()),
             ValueError,
-            r"lengths must have shape \[B\], got \[1, 2\]",
+            r"lengths must have shape \[B\] with no empty axis, got \[1, 2\]",
         ),
         (lambda: masks.padding([3], side="top"), ValueError, r'side must be "right" or "left", got \'top\''),
         (
             lambda: masks.random_eviction(5, evict_from=LATE.float()),
             TypeError,
-            r"evict_from must be a tensor of integers",
+            r"evict_from must be an integer tensor",
         ),
         (
             lambda: masks.random_eviction(5, evict_from=LATE[0]),
             ValueError,
-            r"shape \[B, Hm, kv_len = 5\], got \[2, 5\]",
+            r"shape \[B, Hm, kv_len = 5\].* got \[2, 5\]",
         ),
         (
             lambda: masks.random_eviction(4, evict_from=LATE),
@@ -133,7 +133,7 @@ LONGER = FlashMask(torch.full((1, 1, 8, 1), 9, dtype=torch.int32), causal=True)
         (
             lambda: masks.random_eviction(5, evict_from=LATE[:0]),
             ValueError,
-            r"shape \[B, Hm, kv_len = 5\], got \[0, 2, 5\]",
+            r"shape \[B, Hm, kv_len = 5\].* got \[0, 2, 5\]",
         ),
         (
             lambda: masks.random_eviction(5, evict_from=LATE + 1),
@@ -164,9 +164,9 @@ LONGER = FlashMask(torch.full((1, 1, 8, 1), 9, dtype=torch.int32), causal=True)
         (
             lambda: masks.qk_sparse(KEEP.int(), KEEP),
             TypeError,
-            r"q_keep must be a tensor of bool values, got torch.int32",
+            r"q_keep must be a bool tensor \[B, H, S\], got torch.int32",
         ),
-        (lambda: masks.qk_sparse(KEEP, [True]), TypeError, r"k_keep must be a tensor of bool values, got list"),
+        (lambda: masks.qk_sparse(KEEP, [True]), TypeError, r"k_keep must be a bool tensor .* got list"),
         (lambda: masks.qk_sparse(KEEP, KEEP[0]), ValueError, r"k_keep must have shape \[B, H, S\].* got \[4, 8\]"),
         (lambda: masks.qk_sparse(KEEP, KEEP[:1]), ValueError, r"k_keep has batch size 1, q_keep has 2"),
         (
@@ -178,7 +178,7 @@ LONGER = FlashMask(torch.full((1, 1, 8, 1), 9, dtype=torch.int32), causal=True)
         (
             lambda: masks.hash_sparse(KEEP, BUCKET),
             TypeError,
-            r"q_bucket must be a tensor of integer values, got torch.bool",
+            r"q_bucket must be an integer tensor .* got torch.bool",
         ),
         (
             lambda: masks.hash_sparse(BUCKET, BUCKET, exclude_self="False"),
@@ -190,7 +190,7 @@ LONGER = FlashMask(torch.full((1, 1, 8, 1), 9, dtype=torch.int32), causal=True)
             TypeError,
             r"exclude_self must be True or False, got 3",
         ),
-        (lambda: masks.hash_sparse(BUCKET, BUCKET[..., :0]), ValueError, r"k_bucket must have shape .* no axis empty"),
+        (lambda: masks.hash_sparse(BUCKET, BUCKET[..., :0]), ValueError, r"k_bucket must have shape .* no empty axis"),
         (
             lambda: masks.hash_sparse(BUCKET, BUCKET, mask=masks.sliding_window(8, 2, causal=False)),
             ValueError,

@@ -83,7 +83,7 @@ REFUSED = {
     "parts": r"ValueError: rows must have shape \[\d, S / \d\], got \[1, ",
     "rows twice": r"ValueError: rows must hold each of 0\.\.127 once",
     "descending": r"ValueError: rows must hold each of 0\.\.127 once, ascending",
-    "float rows": "TypeError: rows must be an integer tensor, got torch.float32",
+    "float rows": "TypeError: rows must be an integer tensor .* got torch.float32",
     "positions": r"ValueError: position_ids must have the whole row, \[B, 128\], got \[2, 127\]",
 }
 
