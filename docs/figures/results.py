@@ -82,9 +82,15 @@ def trained(rows: Iterable[Row]) -> list[Row]:
 
 
 def fine_tuning() -> list[Row]:
-    """Return the rows of SFT and LoRA in all settings."""
-    older = [row for row in read_all("row_lengths_*") if row["task"] in ("sft", "lora")]
-    return read_all("settings_*") or older
+    """Return the rows of SFT and LoRA: all settings, or the plain one of `row_lengths_*.csv` where only it was run."""
+    return with_settings([row for row in read_all("row_lengths_*") if row["task"] in ("sft", "lora")])
+
+
+def with_settings(older: Iterable[Row]) -> list[Row]:
+    """Return the rows of `settings_*.csv`, and those older rows whose model and length are not among them."""
+    found = read_all("settings_*")
+    cases = {(row["shape"], row["task"], row["length"]) for row in found}
+    return found + [row for row in older if (row["shape"], row["task"], row["length"]) not in cases]
 
 
 def preferences(task: str) -> list[Row]:
@@ -97,7 +103,7 @@ def preferences(task: str) -> list[Row]:
 
 def updates() -> list[Row]:
     """Return the rows of updates of GRPO under the names of `training.py`; peers run the padded batch."""
-    rows = read_all("grpo_*_h200") or read_all("grpo_*")
+    rows = read_all("grpo_*")
     every = {row["provider"] for row in rows}
     names = {name: name if name.startswith("flashmask") else f"padded_{name}" for name in every}
     return [

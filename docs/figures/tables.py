@@ -34,6 +34,7 @@ from results import (
     trained,
     updates,
     width_of,
+    with_settings,
 )
 
 from flashmask_hf import masks
@@ -62,14 +63,6 @@ def change(column: str) -> str:
     found = ratios(rows, column, "flashmask", "cudnn", "mask", "length", "head_dim")
     low, high = (round(100 * (1 - ratio)) for ratio in (max(found), min(found)))
     return f"{low} to {high}% less"
-
-
-def update_times() -> str:
-    """Return the milliseconds of an update of GRPO in the three shapes with the fewest tokens to compute."""
-    case = {"model": "llama-3.2-1b", "groups": "1", "generations": "8", "compiled": "off"}
-    rows = timed(select(updates(), implementation="flashmask", **case))
-    times = sorted(1000 * int(row["tokens"]) / float(row[RATE]) for row in rows)[:3]
-    return f"{times[0]:.0f} to {times[-1]:.0f} ms"
 
 
 def first_call(cache_state: str) -> str:
@@ -283,9 +276,14 @@ def _model(line: list[Row]) -> str:
 
 
 def _lines(rows: Sequence[Row], *by: str, peer: str = "flash_attention_4") -> list[list[Row]]:
-    """Return the lines that both flashmask and a peer have run."""
-    lines = [timed(line) for line in groups(rows, *by)]
-    return [line for line in lines if {"flashmask", peer} <= {row["implementation"] for row in line}]
+    """Return the timed rows of each case in which the peer was run, flashmask has figures, and so has another way."""
+    cases = [timed(case) for case in groups(rows, *by) if select(case, implementation=peer)]
+    names = [{row["implementation"] for row in case} for case in cases]
+    return [
+        case
+        for case, ran in zip(cases, names, strict=True)
+        if "flashmask" in ran and any(not name.startswith("flashmask") for name in ran)
+    ]
 
 
 def _beside(title: str) -> Columns:
@@ -314,7 +312,7 @@ def fast_settings() -> str:
 
 def settings() -> str:
     """Fine-tuning with flashmask by setting."""
-    rows = read_all("settings_*") or [*read("training_kept_h200"), *read("training_compiled_h200")]
+    rows = with_settings([*read("training_kept_h200"), *read("training_compiled_h200")])
     rows = select(rows, implementation="flashmask")
     columns: Columns = {"model": _model, "tokens per row": "{length:,.0f}"}
     figures = partial(cell, f"{{{RATE}:,.0f}} / {{peak_gib:.1f}}")
@@ -473,7 +471,7 @@ def packing() -> str:
 def grpo() -> str:
     """Updates of GRPO beside the fastest padded one."""
     by = ("model", "prompt", "completion", "groups", "generations", "compiled")
-    lines = _lines(updates(), *by, peer="padded_sdpa")
+    lines = _lines(updates(), *by, peer="padded_flash_attention_4")
     columns: Columns = {
         "model": lambda line: {"llama-3.2-1b": "1B", "qwen3-4b": "4B, LoRA"}[line[0]["model"]],
         "P : C": "{prompt:,.0f} : {completion:,.0f}",
@@ -539,7 +537,7 @@ LONG = "65,536 tokens in all, or one row, medians of 5 turns, or 3 with 131,072"
 TURNS, GROUPED = "medians of 5 turns, or 3 with 131,072", ("8192", "32768", "131072")
 PLAIN = (peers, peers_widths, deterministic, ragged, sparse, decoding, short, masks_made, fast_settings, settings,
          alignment, row_lengths, profile, parallel, convergence, packing, grpo, sharing, first_step, sparse_training,
-         gallery, long_length, update_times)  # fmt: skip
+         gallery, long_length)  # fmt: skip
 TEXTS: dict[str, Callable[[], str]] = {function.__name__.replace("_", "-"): function for function in PLAIN} | {
     "peers-long": partial(peers_shapes, "attention_peers_h200", ("32768", "131072"), LONG, ""),
     "peers-grouped": partial(peers_shapes, "attention_peers_gqa_h100", GROUPED, TURNS, " --tokens TOKENS --group 4"),

@@ -442,7 +442,7 @@ def test_kernels_have_kinds(kernel):
 def test_grpo(run, capsys):
     flags = ["--models", "tiny", "--cases", "16:8", "--turns", 1, "--generations", 4, "--groups", 1, 2]
     rows = run("reinforcement", *flags, "--deadline", 1e6)
-    assert columns("grpo_h100") - {"update_against_sdpa"} == set(rows[0])
+    assert columns("grpo_1b_h200") - {"update_against_sdpa"} == set(rows[0])
     providers = ["flashmask", "flashmask_unshared", "sdpa"]
     assert [(row["groups"], row["provider"]) for row in rows] == [(n, name) for n in "12" for name in providers]
     for row in rows:
