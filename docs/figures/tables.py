@@ -543,7 +543,6 @@ TEXTS: dict[str, Callable[[], str]] = {function.__name__.replace("_", "-"): func
     "peers-grouped": partial(peers_shapes, "attention_peers_gqa_h100", GROUPED, TURNS, " --tokens TOKENS --group 4"),
     "long-rows": partial(long_rows, "long_rows_h200"),
     "long-rows-h100": partial(long_rows, "long_rows_h100"),
-    "sft-gain": partial(headline, "SFT", "{:.2f}x"),
     "dpo-gain": partial(headline, "DPO"),
     "reward-gain": partial(headline, "reward model"),
     "grpo-gain": partial(headline, "GRPO"),
