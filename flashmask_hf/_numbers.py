@@ -71,7 +71,9 @@ def check_tensor(name: str, value: Any, kind: str, *shapes: str) -> Tensor:
         shapes: the ones allowed, such as "[B, S]"; no axis may be empty.
     """
     if not isinstance(value, Tensor) or value.dtype not in _DTYPES[kind]:
-        got = f"{value.dtype}; convert it" if isinstance(value, Tensor) else type(value).__name__
+        got = type(value).__name__
+        if isinstance(value, Tensor):
+            got = f"{value.dtype}; convert it to {' or '.join(map(str, _DTYPES[kind]))}"
         raise TypeError(f"{name} must be {kind} tensor {' or '.join(shapes)}, got {got}")
     if 0 in value.shape or value.dim() - 1 not in [shape.count(",") for shape in shapes]:
         allowed = " or ".join(shapes)

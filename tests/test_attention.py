@@ -426,12 +426,12 @@ BAD_CALLS = {
         ValueError,
         "q has 8 rows, but mask was built for q_len=5; build it with q_len=8",
     ),
-    "q is no tensor": ({"q": [1.0]}, TypeError, "q must be a tensor"),
+    "q is no tensor": ({"q": [1.0]}, TypeError, "q must be a floating-point tensor"),
     "q is integer": ({"q": torch.ones(2, 4, 8, 4, dtype=torch.int64)}, TypeError, "q must be a floating-point tensor"),
     "q has 8 bits": (
         {"q": torch.ones(2, 4, 8, 4).to(torch.float8_e4m3fn)},
         TypeError,
-        "q must be .* 16, 32 or 64 bits, .*; cast it",
+        r"q must be .* got torch.float8_e4m3fn; convert it to torch.bfloat16 or .* or torch.float64",
     ),
     "q has three axes": ({"q": torch.randn(2, 8, 4)}, ValueError, r"q must have shape \[B, H, S, D\]"),
     "q is nested": (
@@ -495,7 +495,7 @@ BAD_CALLS = {
     "sinks are integers": (
         {"sinks": torch.zeros(4, dtype=torch.int32)},
         TypeError,
-        r"sinks must be a floating-point tensor \[Hq\] or None, got torch\.int32",
+        r"sinks must be a floating-point tensor \[Hq\], got torch\.int32",
     ),
     "sinks on another device": (
         {"sinks": torch.zeros(4, device="meta")},

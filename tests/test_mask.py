@@ -499,7 +499,7 @@ def test_sparsity_is_the_fraction_of_hidden_tiles():
             True,
             None,
             TypeError,
-            r"got torch.int64; convert it",
+            r"got torch.int64; convert it to torch.int32",
         ),
         (torch.zeros(1, 3, 1).int(), True, None, ValueError, r"indices must have shape .* got \[1, 3, 1\]"),
         (torch.zeros(1, 1, 3, 4).int(), True, None, ValueError, "causal=True must have n = 1 or 2 .* got 4"),

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flashmask_hf._numbers import check_bool
+from flashmask_hf._numbers import check_bool, check_tensor
 from flashmask_hf.mask import FlashMask, check_fit
 
 __all__ = ["Arguments", "Inputs", "check_arguments", "check_tensors"]
 
 _LEAST, _MOST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max * math.log(2) / 2
 """Bounds of a factor that kernels hold in float32, as it is and doubled in units of log2."""
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class Arguments(NamedTuple):
@@ -69,20 +68,16 @@ def check_arguments(q: Tensor, k: Tensor, v: Tensor, mask: FlashMask, sinks: Ten
         raise ValueError(f"v must have k's heads and length {[kv_heads, kv_len]}, got {list(v.shape[1:3])}")
     if heads % kv_heads:
         raise ValueError(f"q has {heads} heads, which is not a multiple of the {kv_heads} key-value heads of k and v")
-    for name, x in (("k", k), ("v", v)):
-        if x.device != q.device:
+    if sinks is not None:
+        _check_dense("sinks", sinks)
+        check_tensor("sinks", sinks, "a floating-point", "[Hq]")
+        if len(sinks) != heads:
+            raise ValueError(f"sinks must have shape [Hq] = [{heads}], got {list(sinks.shape)}")
+    for name, x in (("k", k), ("v", v), ("sinks", sinks)):
+        if x is not None and x.device != q.device:
             raise ValueError(f"{name} is on {x.device}, but q is on {q.device}; move it with {name}.to('{q.device}')")
     check_fit(mask, q, k)
     _check_options(given, head_dim)
-    if sinks is not None:
-        if not isinstance(sinks, Tensor) or not sinks.dtype.is_floating_point:
-            kind = sinks.dtype if isinstance(sinks, Tensor) else type(sinks).__name__
-            raise TypeError(f"sinks must be a floating-point tensor [Hq] or None, got {kind}")
-        _check_dense("sinks", sinks)
-        if sinks.shape != (heads,):
-            raise ValueError(f"sinks must have shape [Hq] = [{heads}], got {list(sinks.shape)}")
-        if sinks.device != q.device:
-            raise ValueError(f"sinks is on {sinks.device}, but q is on {q.device}; move it with sinks.to('{q.device}')")
 
 
 def _check_options(given: Arguments, head_dim: int) -> None:
@@ -115,23 +110,18 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         ValueError: an argument does not have 4 axes, or has an empty one.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a tensor [B, H, S, D], got {type(x).__name__}")
         _check_dense(name, x)
-        if x.dtype not in _DTYPES:
-            raise TypeError(f"{name} must be a floating-point tensor of 16, 32 or 64 bits, got {x.dtype}; cast it")
-        if x.dim() != 4 or 0 in x.shape:
-            raise ValueError(f"{name} must have shape [B, H, S, D] with no empty axis, got {list(x.shape)}")
+        check_tensor(name, x, "a floating-point", "[B, H, S, D]")
 
 
-def _check_dense(name: str, x: Tensor) -> None:
+def _check_dense(name: str, x: Any) -> None:
     """Raise TypeError for a nested, sparse or distributed tensor."""
-    if x.is_nested:
+    if getattr(x, "is_nested", False):
         raise TypeError(
             f"{name} must be a dense tensor, got a nested one; pack its sequences into one row, and build its mask "
             "with masks.from_cu_seqlens"
         )
-    if x.layout is not torch.strided:
+    if getattr(x, "layout", torch.strided) is not torch.strided:
         raise TypeError(f"{name} must be a dense tensor, got layout {x.layout}; pass {name}.to_dense()")
     if hasattr(x, "to_local"):
         raise TypeError(

@@ -93,7 +93,7 @@ def _cpu(seed: int = 0) -> tuple[torch.Tensor, ...]:
 
 
 WRONG: dict[str, tuple[Callable[..., Any] | dict[str, Any], type[Exception], str]] = {
-    "q": (lambda q, k, v, m: ("q", k, v, m), TypeError, "q must be a tensor"),
+    "q": (lambda q, k, v, m: ("q", k, v, m), TypeError, "q must be a floating-point tensor"),
     "mask": (lambda q, k, v, m: (q, k, v, m.indices), TypeError, "mask must be a FlashMask"),
     "length": (lambda q, k, v, m: (q, k, v, masks.causal(9)), ValueError, "9 key columns"),
     "rows": (lambda q, k, v, m: (q, k, v, FlashMask(m.indices, m.causal, q_len=9)), ValueError, "9"),

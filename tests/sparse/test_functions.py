@@ -470,7 +470,7 @@ def masked(mask) -> None:
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: qk_sparse_attention(None, X, X, KEEP, KEEP), TypeError, "q must be a tensor"),
+        (lambda: qk_sparse_attention(None, X, X, KEEP, KEEP), TypeError, "q must be a floating-point tensor"),
         (lambda: qk_sparse_attention(X, X[0], X, KEEP, KEEP), ValueError, r"k must have shape \[B, H, S, D\]"),
         (lambda: qk_sparse_attention(X, X, X[:, :, 1:], KEEP, KEEP), ValueError, "v must have k's heads and length"),
         (lambda: qk_sparse_attention(X, X, X.to("meta"), KEEP, KEEP), ValueError, r"v is on meta, but q .* v\.to"),
