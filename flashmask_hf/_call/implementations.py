@@ -6,6 +6,7 @@ With impl=None a call takes the first of `REGISTRY` that serves it, and the next
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
@@ -201,13 +202,13 @@ class Torch(Implementation):
         return "it is much slower than a GPU's kernels" if kernels else None
 
     def forward(self, problem: Problem) -> Run:
-        return _without_autocast(tiled.forward, problem)
+        return partial(tiled.forward, problem)
 
     def backward(self, problem: Problem, dout: Layout, output: OutputLayout | None) -> Run:
-        return _without_autocast(tiled.backward, problem)
+        return partial(tiled.backward, problem)
 
     def decode(self, problem: Problem) -> Run:
-        return _without_autocast(tiled.decode, problem)
+        return partial(tiled.decode, problem)
 
 
 class Reference(Implementation):
@@ -280,13 +281,3 @@ def _placing(run: Run, orders_of: Callable[[Any], tuple[Tensor, ...]]) -> Run:
         return *map(put_rows_back, results, orders), *results[len(orders) :]
 
     return run_and_place
-
-
-def _without_autocast(compute: Callable[..., Any], problem: Problem) -> Run:
-    """Return a pass that runs without autocast: the caller has cast the tensors."""
-
-    def run(*tensors: Any) -> Any:
-        with torch_internals.no_autocast(problem.q.device):
-            return compute(problem, *tensors)
-
-    return run

@@ -12,7 +12,9 @@ Heads that share a key-value head are stacked as rows: a step is one matrix prod
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +25,7 @@ from flashmask_hf.kernels.launch.problem import Problem
 from flashmask_hf.kernels.launch.tensor_layout import results_like
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.tile_plan import ROWS, Plan, plan_columns
+from flashmask_hf.torch_internals import no_autocast
 
 __all__ = ["backward", "decode", "forward", "row_delta"]
 
@@ -33,6 +36,20 @@ Step = tuple[slice | Tensor, Tensor | None]
 """Keys of a step (slice or index tensor) and where they are hidden, bool [rows, keys] or None."""
 
 
+def _without_autocast(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a pass run without autocast: its caller has cast the tensors."""
+
+    @functools.wraps(compute)
+    def run(problem: Problem, *tensors: Any) -> Any:
+        if not torch.is_autocast_enabled(problem.q.device.type):  # the context would take a microsecond
+            return compute(problem, *tensors)
+        with no_autocast(problem.q.device):
+            return compute(problem, *tensors)
+
+    return run
+
+
+@_without_autocast
 def forward(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor, plan: Plan
 ) -> tuple[Tensor, Tensor]:
@@ -69,6 +86,7 @@ def forward(
     return out, lse
 
 
+@_without_autocast
 def decode(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -114,6 +132,7 @@ def decode(
     return out, torch.where(any_seen, top + total.log(), float("-inf")).view(batch, heads, q_len)
 
 
+@_without_autocast
 def backward(
     problem: Problem,
     dout: Tensor,
