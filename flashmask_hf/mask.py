@@ -25,7 +25,7 @@ from flashmask_hf.torch_internals import is_one_of
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["FlashMask", "MaskNotRepresentable", "check_fit"]
+__all__ = ["FlashMask", "MaskNotRepresentable", "check_fit", "check_pair"]
 
 _COLUMNS_PER_PASS = 1024
 """Dense columns that `FlashMask.from_columns` reads at a time."""
@@ -435,8 +435,26 @@ class FlashMask:
         return plot_tiles(tiles, block, lower, rows, path=path, title=title, ax=ax)
 
 
+def check_pair(q_name: str, q: Tensor, k_name: str, k: Tensor) -> None:
+    """Raise ValueError unless q [B, H, ...] and k [B, Hkv, ...] have one device and batch, and Hkv divides H."""
+    if q.device != k.device:
+        raise ValueError(f"{k_name} is on {k.device}, but {q_name} is on {q.device}; move it with .to('{q.device}')")
+    if q.shape[0] != k.shape[0]:
+        raise ValueError(f"{k_name} has batch size {k.shape[0]}, {q_name} has {q.shape[0]}; they must be equal")
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"{q_name} has {q.shape[1]} heads, which is not a multiple of the {k.shape[1]} heads of {k_name}; each key "
+            "head serves a group of query heads"
+        )
+
+
 def check_fit(mask: FlashMask, q: Tensor, k: Tensor) -> None:
-    """Raise ValueError unless the mask is for queries [B, Hq, Sq, ...] and keys [B, Hkv, Skv, ...] on its device."""
+    """Raise unless the mask is for queries [B, Hq, Sq, ...] and keys [B, Hkv, Skv, ...] on its device."""
+    if not isinstance(mask, FlashMask):
+        raise TypeError(
+            f"mask must be a FlashMask, got {type(mask).__name__}; build one with flashmask_hf.masks, or from a "
+            "dense bool tensor with FlashMask.from_dense"
+        )
     batch, heads, q_len = q.shape[:3]
     kv_heads, kv_len = k.shape[1:3]
     if mask.device != q.device:

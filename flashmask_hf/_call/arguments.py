@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flashmask_hf._numbers import check_bool, check_tensor
-from flashmask_hf.mask import FlashMask, check_fit
+from flashmask_hf.mask import FlashMask, check_fit, check_pair
 
 __all__ = ["Arguments", "Inputs", "check_arguments", "check_tensors"]
 
@@ -52,31 +52,22 @@ def check_arguments(q: Tensor, k: Tensor, v: Tensor, mask: FlashMask, sinks: Ten
         ValueError: shapes, devices or values do not fit.
     """
     check_tensors(q, k, v)
-    if not isinstance(mask, FlashMask):
-        raise TypeError(
-            f"mask must be a FlashMask, got {type(mask).__name__}; build one with flashmask_hf.masks, or from a "
-            "dense bool tensor with FlashMask.from_dense"
-        )
-    _check_dense("mask.indices", mask.indices)
-    batch, heads, _, head_dim = q.shape
-    kv_heads, kv_len = k.shape[1:3]
-    if k.shape[0] != batch or v.shape[0] != batch:
-        raise ValueError(f"q, k and v must have one batch size, got {batch}, {k.shape[0]}, {v.shape[0]}")
+    check_pair("q", q, "k", k)
+    heads, head_dim = q.shape[1], q.shape[3]
     if k.shape[3] != head_dim:
         raise ValueError(f"k must have q's head_dim {head_dim}, got {k.shape[3]}")
-    if v.shape[1:3] != k.shape[1:3]:
-        raise ValueError(f"v must have k's heads and length {[kv_heads, kv_len]}, got {list(v.shape[1:3])}")
-    if heads % kv_heads:
-        raise ValueError(f"q has {heads} heads, which is not a multiple of the {kv_heads} key-value heads of k and v")
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(f"v must have k's batch, heads and length {list(k.shape[:3])}, got {list(v.shape[:3])}")
     if sinks is not None:
         _check_dense("sinks", sinks)
         check_tensor("sinks", sinks, "a floating-point", "[Hq]")
         if len(sinks) != heads:
             raise ValueError(f"sinks must have shape [Hq] = [{heads}], got {list(sinks.shape)}")
-    for name, x in (("k", k), ("v", v), ("sinks", sinks)):
+    for name, x in (("v", v), ("sinks", sinks)):
         if x is not None and x.device != q.device:
             raise ValueError(f"{name} is on {x.device}, but q is on {q.device}; move it with {name}.to('{q.device}')")
     check_fit(mask, q, k)
+    _check_dense("mask.indices", mask.indices)
     _check_options(given, head_dim)
 
 

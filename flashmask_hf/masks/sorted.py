@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flashmask_hf._numbers import check_bool, check_tensor
-from flashmask_hf.mask import FlashMask, check_fit
+from flashmask_hf.mask import FlashMask, check_fit, check_pair
 from flashmask_hf.masks._arguments import Device
 
 
@@ -48,7 +48,7 @@ def qk_sparse(q_keep: Tensor, k_keep: Tensor, *, mask: FlashMask | None = None, 
         tensor([[3, 3, 3, 3],
                 [0, 1, 2, 4]], dtype=torch.int32)
     """
-    check_pair("keep", q_keep, k_keep)
+    check_choice("keep", q_keep, k_keep)
     return _sorted_mask((~q_keep).byte(), (~k_keep).byte(), mask, device, dropped=1)
 
 
@@ -92,7 +92,7 @@ def hash_sparse(
         tensor([[2, 2, 4, 4],
                 [0, 1, 2, 3]], dtype=torch.int32)
     """
-    check_pair("bucket", q_bucket, k_bucket)
+    check_choice("bucket", q_bucket, k_bucket)
     check_bool("exclude_self", exclude_self)
     return _sorted_mask(q_bucket, k_bucket, mask, device, exclude_self=exclude_self)
 
@@ -107,20 +107,12 @@ def _sorted_mask(q_bucket: Tensor, k_bucket: Tensor, mask: FlashMask | None, dev
     return FlashMask(columns.to(device), causal=False, q_len=q_len)
 
 
-def check_pair(kind: Literal["keep", "bucket"], q: Tensor, k: Tensor) -> None:
+def check_choice(kind: Literal["keep", "bucket"], q: Tensor, k: Tensor) -> None:
     """Raise unless q [B, H, Sq] and k [B, Hkv, Skv], bool or int by `kind`, have one device and batch, H % Hkv == 0."""
     q_name, k_name = f"q_{kind}", f"k_{kind}"
     for name, value in ((q_name, q), (k_name, k)):
         check_tensor(name, value, "a bool" if kind == "keep" else "an integer", "[B, H, S]")
-    if q.device != k.device:
-        raise ValueError(f"{k_name} is on {k.device}, {q_name} on {q.device}; move it with {k_name}.to('{q.device}')")
-    if q.shape[0] != k.shape[0]:
-        raise ValueError(f"{k_name} has batch size {k.shape[0]}, {q_name} has {q.shape[0]}; they must be equal")
-    if q.shape[1] % k.shape[1]:
-        raise ValueError(
-            f"{q_name} has {q.shape[1]} heads, no multiple of the {k.shape[1]} of {k_name}; each key head serves a "
-            "group of query heads"
-        )
+    check_pair(q_name, q, k_name, k)
 
 
 def first_hidden_rows(mask: FlashMask | None, q: Tensor, k: Tensor) -> Tensor | None:
@@ -134,14 +126,12 @@ def first_hidden_rows(mask: FlashMask | None, q: Tensor, k: Tensor) -> Tensor | 
     """
     if mask is None:
         return None
-    if not isinstance(mask, FlashMask):
-        raise TypeError(f"mask must be a FlashMask or None, got {type(mask).__name__}")
+    check_fit(mask, q, k)
     if not mask.causal or mask.indices.shape[-1] != 1:
         raise ValueError(
             f"mask must be causal with n = 1 bound, got causal={mask.causal}, n = {mask.indices.shape[-1]}; use packed "
             "documents, trees, padding or causal windows of flashmask_hf.masks"
         )
-    check_fit(mask, q, k)
     return mask.indices[..., 0]
 
 

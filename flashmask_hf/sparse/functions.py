@@ -12,7 +12,7 @@ from flashmask_hf._call.call import resolve
 from flashmask_hf._call.operators import plan_of
 from flashmask_hf._numbers import as_integer, check_bool, check_tensor
 from flashmask_hf.mask import FlashMask
-from flashmask_hf.masks.sorted import check_pair, first_hidden_rows
+from flashmask_hf.masks.sorted import check_choice, first_hidden_rows
 from flashmask_hf.sparse.operators import (
     Places,
     flash_attn_sparse_decode,
@@ -175,7 +175,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, kind: Literal["keep", "bucket"], of_
                 f"{name}_{kind} must have {name}'s shape without D, {list(x.shape[:-1])}, on {x.device}; got "
                 f"{list(choice.shape)} on {choice.device}"
             )
-    check_pair(kind, of_q, of_k)
+    check_choice(kind, of_q, of_k)
 
 
 def _attend(inputs: Inputs, places: Places, given: Arguments) -> Tensor:

@@ -98,7 +98,7 @@ WRONG: dict[str, tuple[Callable[..., Any] | dict[str, Any], type[Exception], str
     "length": (lambda q, k, v, m: (q, k, v, masks.causal(9)), ValueError, "9 key columns"),
     "rows": (lambda q, k, v, m: (q, k, v, FlashMask(m.indices, m.causal, q_len=9)), ValueError, "9"),
     "values": (lambda q, k, v, m: (q, k, v, FlashMask(m.indices + LENGTH, m.causal)), ValueError, "0..q_len"),
-    "batch": (lambda q, k, v, m: (q, k[:1], v, m), ValueError, "one batch size"),
+    "batch": (lambda q, k, v, m: (q, k[:1], v, m), ValueError, "k has batch size 1"),
     "dtype": (lambda q, k, v, m: (q, k, v.double(), m), TypeError, "one dtype"),
     "device": (lambda q, k, v, m: (q, k, v.to("meta"), m), ValueError, "v is on meta"),
     "device of q": (lambda q, k, v, m: (q.to("meta"), k, v, m), ValueError, "k is on cpu, but q is on meta"),

@@ -172,9 +172,9 @@ LONGER = FlashMask(torch.full((1, 1, 8, 1), 9, dtype=torch.int32), causal=True)
         (
             lambda: masks.qk_sparse(KEEP, KEEP[:, :3]),
             ValueError,
-            r"q_keep has 4 heads, no multiple of the 3 of k_keep",
+            r"q_keep has 4 heads, which is not a multiple of the 3 heads of k_keep",
         ),
-        (lambda: masks.qk_sparse(KEEP, KEEP.to("meta")), ValueError, r"k_keep is on meta, q_keep on cpu"),
+        (lambda: masks.qk_sparse(KEEP, KEEP.to("meta")), ValueError, r"k_keep is on meta, but q_keep is on cpu"),
         (
             lambda: masks.hash_sparse(KEEP, BUCKET),
             TypeError,

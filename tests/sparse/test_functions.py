@@ -472,7 +472,7 @@ def masked(mask) -> None:
     [
         (lambda: qk_sparse_attention(None, X, X, KEEP, KEEP), TypeError, "q must be a floating-point tensor"),
         (lambda: qk_sparse_attention(X, X[0], X, KEEP, KEEP), ValueError, r"k must have shape \[B, H, S, D\]"),
-        (lambda: qk_sparse_attention(X, X, X[:, :, 1:], KEEP, KEEP), ValueError, "v must have k's heads and length"),
+        (lambda: qk_sparse_attention(X, X, X[:, :, 1:], KEEP, KEEP), ValueError, "v must have k's batch, heads and length"),
         (lambda: qk_sparse_attention(X, X, X.to("meta"), KEEP, KEEP), ValueError, r"v is on meta, but q .* v\.to"),
         (lambda: qk_sparse_attention(X, X, X, KEEP, KEEP, softcap=-1.0), ValueError, "softcap must be positive"),
         (lambda: hash_sparse_attention(X, X, X, LONG, LONG, sinks=X), ValueError, r"sinks must have shape \[Hq\]"),
@@ -488,7 +488,7 @@ def masked(mask) -> None:
         (lambda: masked(masks.full(6)), ValueError, "mask must be causal with n = 1 bound, got causal=False, n = 2"),
         (lambda: masked(masks.causal_blockwise([3, 3])), ValueError, "must be causal with n = 1 .* n = 2"),
         (lambda: masked(masks.random_eviction(6, heads=3)), ValueError, "3 heads; it must have 1, Hkv = 2"),
-        (lambda: masked(masks.causal(6).indices), TypeError, "mask must be a FlashMask or None, got Tensor"),
+        (lambda: masked(masks.causal(6).indices), TypeError, "mask must be a FlashMask, got Tensor"),
         (lambda: masked(masks.causal(7, q_len=6)), ValueError, "mask has 7 key columns, but k and v have 6 keys"),
         (lambda: masked(masks.causal(6, q_len=5)), ValueError, "q has 6 rows, but mask was built for q_len=5"),
         (lambda: masked(masks.causal_document([[6]] * 3)), ValueError, "mask has batch 3; it must be 1 or q's batch 1"),
