@@ -6,7 +6,6 @@ which takes longer than a launch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -48,20 +47,16 @@ def make_plan(indices: Tensor, causal: bool, q_len: int) -> tuple[Tensor, Tensor
     Raises:
         ValueError: a value lies outside 0..q_len. On a GPU it is an assertion of the device, which stops the program.
     """
-    tiles, counts, segments = _builder(indices)(indices, causal, q_len)
+    tiles, counts, segments = _build_plan(indices, causal, q_len)
     return tiles, counts, segments
 
 
-def _builder(indices: Tensor) -> Callable[[Tensor, bool, int], Plan]:
-    """Return the builder of plans: Triton kernels on a GPU with Triton, torch operations elsewhere."""
+def _build_plan(indices: Tensor, causal: bool, q_len: int) -> Plan:
+    """Build a plan, by Triton kernels on a GPU with Triton, and by torch operations elsewhere."""
     if indices.device.type == "cuda" and torch_internals.HAS_TRITON:
-        from flashmask_hf.kernels.shared.plan_kernels import build_plan
+        from flashmask_hf.kernels.shared import plan_kernels
 
-        return build_plan
-    return _build_in_torch
-
-
-def _build_in_torch(indices: Tensor, causal: bool, q_len: int) -> Plan:
+        return plan_kernels.build_plan(indices, causal, q_len)
     check_range(indices, q_len)
     return plan_in_torch.build_plan(indices, causal, q_len)
 

@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -88,12 +87,11 @@ def _portable(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: FlashMas
     return flashmask_attention(q, k, v, mask, scale=scaling, impl=impl).transpose(1, 2)
 
 
-def _unskipped_builder(indices: Tensor) -> Callable[..., Any]:
+def _build_unskipped(indices: Tensor, causal: bool, q_len: int) -> plan_in_torch.Plan:
+    build = plan_in_torch.build_plan
     if indices.is_cuda:
-        from flashmask_hf.kernels.shared.plan_kernels import build_plan
-
-        return functools.partial(build_plan, skip=False)
-    return functools.partial(plan_in_torch.build_plan, skip=False)
+        from flashmask_hf.kernels.shared.plan_kernels import build_plan as build
+    return build(indices, causal, q_len, skip=False)
 
 
 _FUNCTIONS: dict[str, Callable[..., tuple[Tensor, None]]] = {
@@ -119,7 +117,7 @@ def attention(name: str) -> Iterator[None]:
             # The steps of "torch" join several tiles of a list, so sums would depend on what the list holds.
             stack.enter_context(mock.patch.object(tiled, "_KEYS_PER_STEP", plan_in_torch.COLUMNS))
         if name == "flashmask_unskipped":
-            stack.enter_context(mock.patch.object(operators, "_builder", _unskipped_builder))
+            stack.enter_context(mock.patch.object(operators, "_build_plan", _build_unskipped))
         AttentionInterface.register(FLASHMASK, _FUNCTIONS[name])
         stack.callback(AttentionInterface.register, FLASHMASK, attention_forward)
         yield

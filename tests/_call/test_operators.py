@@ -132,8 +132,8 @@ def test_compiled_layers_share_one_plan(lane: Lane, monkeypatch: pytest.MonkeyPa
     """While compiling nothing is cached; the compiler keeps one of the equal plan calls."""
     torch._dynamo.reset()
     made = []
-    builder = attention._builder(torch.empty(0, device=lane.device))
-    monkeypatch.setattr(attention, "_builder", lambda indices: lambda *args: made.append(1) or builder(*args))
+    build = attention._build_plan
+    monkeypatch.setattr(attention, "_build_plan", lambda *args: made.append(1) or build(*args))
 
     def layers(q, k, v, indices):
         for _ in range(3):
@@ -162,7 +162,7 @@ def test_compiled_decode_steps_are_one_graph_without_a_plan(
 ) -> None:
     """A static cache that fills up: one graph for every step."""
     torch._dynamo.reset()
-    monkeypatch.setattr(attention, "_builder", lambda indices: pytest.fail("a plan was made"))
+    monkeypatch.setattr(attention, "_build_plan", lambda *_: pytest.fail("a plan was made"))
     length = 40 if INTERPRETED else 300
     _, k, v = (x.detach() for x in attention_inputs(lane, 2, HEADS, KV_HEADS, 1, length, 32))
     cache = [torch.zeros_like(k), torch.zeros_like(v)]

@@ -21,8 +21,8 @@ from flashmask_hf._call.operators import plan_of
 
 def test_the_mask_keeps_its_plan_until_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    build = operators._builder(torch.empty(0))
-    monkeypatch.setattr(operators, "_builder", lambda indices: lambda *args: made.append(1) or build(*args))
+    build = operators._build_plan
+    monkeypatch.setattr(operators, "_build_plan", lambda *args: made.append(1) or build(*args))
     mask = masks.causal_document([40, 60])
     q, k, v = attention_inputs(Lane("torch", "cpu", torch.float32), 1, HEADS, KV_HEADS, 100, 100, 8)
     first = run(q, k, v, mask, "torch")
@@ -32,7 +32,7 @@ def test_the_mask_keeps_its_plan_until_it_changes(monkeypatch: pytest.MonkeyPatc
     second = run(q, k, v, mask, "torch")
     assert len(made) == 2
     with pytest.MonkeyPatch.context() as patch:  # a thread that writes while the plan is made
-        patch.setattr(operators, "_builder", lambda indices: lambda *args: (build(*args), mask.indices.add_(0))[0])
+        patch.setattr(operators, "_build_plan", lambda *args: (build(*args), mask.indices.add_(0))[0])
         mask.indices.add_(0)
         run(q, k, v, mask, "torch")
     run(q, k, v, mask, "torch")
@@ -110,9 +110,9 @@ def test_what_is_written_past_the_version(told: bool) -> None:
 def test_a_call_on_another_stream_makes_its_own_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """First ones and repeated ones; what is kept is the last one's. One of another stream may not be written yet."""
     made: list[int] = []
-    build = operators._builder(torch.empty(0))
+    build = operators._build_plan
     current = 0
-    monkeypatch.setattr(operators, "_builder", lambda indices: lambda *args: made.append(current) or build(*args))
+    monkeypatch.setattr(operators, "_build_plan", lambda *args: made.append(current) or build(*args))
     monkeypatch.setattr(torch_internals, "current_stream", lambda gpu: current if gpu == 3 else None)
     monkeypatch.setattr(torch_internals, "stream_of", lambda x: (3, current))
     q, k, v = attention_inputs(Lane("torch", "cpu", torch.float32), 1, 2, 2, 100, 100, 8)

@@ -472,7 +472,7 @@ def masked(mask) -> None:
     [
         (lambda: qk_sparse_attention(None, X, X, KEEP, KEEP), TypeError, "q must be a floating-point tensor"),
         (lambda: qk_sparse_attention(X, X[0], X, KEEP, KEEP), ValueError, r"k must have shape \[B, H, S, D\]"),
-        (lambda: qk_sparse_attention(X, X, X[:, :, 1:], KEEP, KEEP), ValueError, "v must have k's batch, heads and length"),
+        (lambda: qk_sparse_attention(X, X, X[:, :, 1:], KEEP, KEEP), ValueError, "v must have k's batch"),
         (lambda: qk_sparse_attention(X, X, X.to("meta"), KEEP, KEEP), ValueError, r"v is on meta, but q .* v\.to"),
         (lambda: qk_sparse_attention(X, X, X, KEEP, KEEP, softcap=-1.0), ValueError, "softcap must be positive"),
         (lambda: hash_sparse_attention(X, X, X, LONG, LONG, sinks=X), ValueError, r"sinks must have shape \[Hq\]"),
