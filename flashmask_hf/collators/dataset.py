@@ -22,7 +22,7 @@ from flashmask_hf.collators.labels import LABEL_COLUMNS, has_labels, read_labels
 from flashmask_hf.collators.packing import as_count, check_size, check_truncation_mode
 from flashmask_hf.names import IGNORED
 
-__all__ = ["pack_dataset", "packing_efficiency", "refuse_transform", "unformatted", "warn_of_weights"]
+__all__ = ["first_row", "pack_dataset", "packing_efficiency", "refuse_transform", "unformatted", "warn_of_weights"]
 
 logger = logging.getLogger(__name__)
 
@@ -109,9 +109,7 @@ def pack_dataset(
         )
     refuse_transform(dataset, "dataset")
     dataset = unformatted(dataset)
-    first = next(iter(dataset), None)
-    if first is None:
-        raise ValueError("dataset is empty: there is nothing to pack")
+    first = first_row(dataset, "dataset")
     if "input_ids" not in first:
         raise ValueError(f"dataset has no input_ids column; tokenize it first. Its columns: {', '.join(first)}")
     _refuse_packed(first, "dataset")
@@ -157,6 +155,19 @@ def unformatted(dataset: Any) -> Any:
         if not formatted["output_all_columns"]:
             dataset = dataset.select_columns(formatted["columns"])
     return dataset.with_format(None)
+
+
+def first_row(dataset: Any, name: str) -> Any:
+    """Return the first row of a dataset as Python objects, whatever its format.
+
+    Raises:
+        ValueError: the dataset is empty.
+    """
+    plain = unformatted(dataset) if hasattr(dataset, "with_format") else dataset
+    row = next(iter(plain), None)
+    if row is None:
+        raise ValueError(f"{name} is empty; give it at least one row")
+    return row
 
 
 def refuse_transform(dataset: Any, name: str) -> None:

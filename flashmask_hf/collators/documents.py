@@ -112,27 +112,23 @@ def _document_lengths(
 
     `packed` has the lengths in the `input_ids` of a row of `pack_dataset`, and is None for a flat row.
     """
-    lengths, source = None if packed is None else np.array(packed), "input_ids"
+    marked = {} if packed is None else {"input_ids": np.array(packed)}
     if "seq_lengths" in example:
-        lengths, source = as_integers(example["seq_lengths"], f"seq_lengths of {name}"), "seq_lengths"
-        way = "do not truncate packed rows (set max_length=None in the trainer)"
-        if packed not in (None, lengths.tolist()):
-            given = f"{lengths.tolist()}, but its input_ids hold documents of {packed} tokens"
-            raise ValueError(f"seq_lengths of {name} are {given}; {way}")
+        marked["seq_lengths"] = as_integers(example["seq_lengths"], f"seq_lengths of {name}")
         try:
-            check_lengths(f"seq_lengths of {name}", lengths, tokens)
+            check_lengths(f"seq_lengths of {name}", marked["seq_lengths"], tokens)
         except ValueError as error:
-            raise ValueError(f"{error}; {way}") from None
+            raise ValueError(f"{error}; do not truncate packed rows (set max_length=None in the trainer)") from None
     if "position_ids" in example:
         positions = example["position_ids"]
-        problem = f"{source} and position_ids of {name} describe different documents; keep one of them"
-        if lengths is None:
-            problem = f"position_ids of {name} must count 0, 1, 2, ... and start again at 0 with each document"
-            ends = np.flatnonzero(np.append(positions[1:] == 0, True)) + 1
-            lengths = np.diff(ends, prepend=0)
-        if (positions != np.arange(tokens) - np.repeat(np.cumsum(lengths) - lengths, lengths)).any():
-            raise ValueError(problem)
-    assert lengths is not None
+        ends = np.flatnonzero(np.append(positions[1:] == 0, True)) + 1
+        marked["position_ids"] = lengths = np.diff(ends, prepend=0)
+        if (positions != np.arange(tokens) - np.repeat(ends - lengths, lengths)).any():
+            raise ValueError(f"position_ids of {name} must count 0, 1, 2, ... and start again at 0 with each document")
+    (first, lengths), *others = marked.items()
+    for other, own in others:
+        if own.tolist() != lengths.tolist():
+            raise ValueError(f"{first} and {other} of {name} describe different documents; keep one of them")
     return lengths
 
 

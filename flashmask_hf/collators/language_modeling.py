@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,8 +19,6 @@ from flashmask_hf.collators.packing import PackedRows, PackingCollator, check_tr
 from flashmask_hf.names import IGNORED
 
 __all__ = ["DataCollatorForPackedLanguageModeling"]
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -81,7 +78,6 @@ class DataCollatorForPackedLanguageModeling(PackingCollator):
     truncation_mode: str = "error"
     completion_only_loss: bool | None = None
     max_position_embeddings: int | None = None
-    _warned: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
 
     def __post_init__(self):
         super().__post_init__()
@@ -116,11 +112,6 @@ class DataCollatorForPackedLanguageModeling(PackingCollator):
                 "dataset, as pack_dataset does. Later batches are not counted.",
                 len(unlabeled), len(names), unlabeled[0],
             )  # fmt: skip
-
-    def _warn_once(self, message: str, *values: object) -> None:
-        if message not in self._warned:
-            self._warned.add(message)
-            logger.warning(message, *values)
 
     def _read(self, example: Mapping[str, Any], name: str) -> tuple[Forest, NDArray[np.int64]]:
         """Return an example's documents, and their labels, int64 [n]."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,9 @@ __all__ = [
     "check_truncation_mode",
     "pack_forests",
 ]
+
+
+logger = logging.getLogger(__name__)
 
 
 def check_truncation_mode(mode: str) -> None:
@@ -162,6 +166,7 @@ class PackingCollator:
     """Name of the option with the number of tokens per row."""
 
     def __post_init__(self):
+        self._warned: set[str] = set()
         if self.pad_token_id is None:
             raise TypeError("pad_token_id must be a token id, got None; any serves, for example 0")
         why = "any token id serves, for example 0"
@@ -171,6 +176,11 @@ class PackingCollator:
         row, multiple = getattr(self, self._row_option), self.pad_to_multiple_of or 1
         if row is not None and row % multiple:
             raise ValueError(f"{self._row_option} must be a multiple of pad_to_multiple_of {multiple}, got {row}")
+
+    def _warn_once(self, message: str, *values: object) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            logger.warning(message, *values)
 
     def _pack(self, forests: Sequence[Forest], names: Sequence[str]) -> PackedRows:
         """Pack forests with these names in errors."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,6 @@ from flashmask_hf.collators.forest import Forest
 from flashmask_hf.collators.packing import PackingCollator, as_count, check_truncation_mode
 
 __all__ = ["DataCollatorForSharedQuestion"]
-
-logger = logging.getLogger(__name__)
 
 _FORMS = (("prompt_ids", "chosen_ids", "rejected_ids"), ("prompt_ids", "answers_ids"))
 
@@ -77,7 +74,6 @@ class DataCollatorForSharedQuestion(PackingCollator):
     row_length: int | None = None
     pad_to_multiple_of: int | None = None
     max_position_embeddings: int | None = None
-    _warned: bool = field(default=False, init=False, repr=False, compare=False)
 
     _row_option = "row_length"
 
@@ -92,7 +88,10 @@ class DataCollatorForSharedQuestion(PackingCollator):
         read = [self._read(example, name) for example, name in zip(examples, names, strict=True)]
         for name, (question, answers, longest) in zip(names, read, strict=True):
             if self.truncation_mode == "keep_start" and longest > len(question) + max(map(len, answers)):
-                self._warn_of_cut(name, longest)
+                self._warn_once(
+                    "%s of a batch has %d tokens with its longest answer: truncation_mode='keep_start' cuts answers to "
+                    "max_length %d. Other examples are cut without another warning.", name, longest, self.max_length,
+                )  # fmt: skip
         rows = self._pack([Forest.shared_question(question, answers) for question, answers, _ in read], names)
         paths = [first_equals(answers, rows.paths(index)) for index, (_, answers, _) in enumerate(read)]
         most = max(map(len, paths))
@@ -145,11 +144,3 @@ class DataCollatorForSharedQuestion(PackingCollator):
         if keeps_start:
             return question, [answer[: limit - size] for answer in answers], longest
         return question[longest - limit :], answers, longest
-
-    def _warn_of_cut(self, name: str, longest: int) -> None:
-        if not self._warned:
-            self._warned = True
-            logger.warning(
-                "%s of a batch has %d tokens with its longest answer: truncation_mode='keep_start' cuts its answers to "
-                "max_length %d. Other examples are cut without another warning.", name, longest, self.max_length,
-            )  # fmt: skip

@@ -9,13 +9,12 @@ from typing import Any
 from accelerate.logging import get_logger
 from datasets import Dataset
 
-from flashmask_hf.collators.dataset import unformatted
+from flashmask_hf.collators.dataset import first_row
 
 __all__ = [
     "check_examples",
     "check_prepared",
     "check_rows",
-    "first_row",
     "first_rows",
     "map_options",
     "map_style_datasets",
@@ -50,20 +49,7 @@ def _named(train_dataset: Any, eval_dataset: Any) -> list[tuple[str, Any]]:
 def first_rows(trainer: Any) -> dict[str, Any]:
     """Return the `first_row` of each of a trainer's datasets, by name."""
     named = _named(trainer.train_dataset, trainer.eval_dataset)
-    return {name: first_row(dataset, name) for name, dataset in named if dataset is not None}
-
-
-def first_row(dataset: Any, name: str) -> Any:
-    """Return the first row of a dataset as Python objects, whatever its format.
-
-    Raises:
-        ValueError: the dataset is empty.
-    """
-    plain = unformatted(dataset) if hasattr(dataset, "with_format") else dataset
-    row = next(iter(plain), None)
-    if row is None:
-        raise ValueError(f"the {name} dataset is empty; give it at least one row")
-    return row
+    return {name: first_row(dataset, f"the {name} dataset") for name, dataset in named if dataset is not None}
 
 
 def text_datasets(train_dataset: Any, eval_dataset: Any) -> tuple[Any, Any]:
@@ -83,7 +69,7 @@ def without_media(dataset: Any, name: str) -> Any:
     """
     if dataset is None:
         return None
-    first = first_row(dataset, name)
+    first = first_row(dataset, f"the {name} dataset")
 
     def check(row: Mapping[str, Any], index: int) -> dict[str, Any]:
         for column, value in row.items():
@@ -146,6 +132,7 @@ def check_rows(dataset: Dataset, collator: Any, args: Any, name: str) -> None:
         lambda row, index: {"cut": collator.check(row, f"example {index} of the {name} dataset, as prepared,")},
         with_indices=True,
         remove_columns=dataset.column_names,
+        keep_in_memory=True,  # the dataset's folder may be read-only
         **map_options(dataset, args, f"Checking {name} dataset"),
     )
     cut = [index for index, is_cut in enumerate(found["cut"]) if is_cut]

@@ -13,7 +13,7 @@ from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.utils import global_then_local_main_first
 
-from flashmask_hf.collators.dataset import refuse_transform, unformatted, warn_of_weights
+from flashmask_hf.collators.dataset import first_row, refuse_transform, unformatted, warn_of_weights
 from flashmask_hf.collators.preference import DataCollatorForSharedQuestion
 from flashmask_hf.hf.packed.rows import check_compiled
 from flashmask_hf.names import VECTORS
@@ -146,7 +146,7 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, DPOTrainer):
         self, dataset: Dataset | IterableDataset, processing_class: Any, args: Any, dataset_name: str
     ) -> Dataset | IterableDataset:
         dataset = data_checks.without_media(unformatted(dataset), dataset_name)
-        first = data_checks.first_row(dataset, dataset_name)
+        first = first_row(dataset, f"the {dataset_name} dataset")
         warn_of_weights(first, f"the {dataset_name} dataset")
         if {"prompt_ids", "chosen_ids", "rejected_ids"} <= set(first):
             return self._checked(dataset, dataset_name)

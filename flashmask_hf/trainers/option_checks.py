@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from accelerate.utils import compare_versions
+from trl.trainer.sft_config import SFTConfig
 from trl.trainer.utils import get_config_model_id
 
 from flashmask_hf.trainers.context_parallel import context_parallel_size
@@ -18,12 +19,10 @@ __all__ = [
 ]
 
 
-def prepared_arguments(
-    args: Any, model: Any, peft_config: Any, stock: type, ours: type, *, learns_labels: bool = False
-) -> Any:
+def prepared_arguments(args: Any, model: Any, peft_config: Any, stock: type, ours: type) -> Any:
     """Return the checked arguments of a trainer of packed rows, without dispatched batches of streams.
 
-    None is a default `ours`, in TRL's folder. `learns_labels` is as in `refuse_options`.
+    None is a default `ours`, in TRL's folder.
 
     Raises:
         TypeError: `args` is not a `stock`.
@@ -35,7 +34,7 @@ def prepared_arguments(
     if not isinstance(args, stock):
         way = f"{ours.__name__}(output_dir=..., ...), which takes every option of transformers.TrainingArguments"
         raise TypeError(f"args must be a {ours.__name__}, got {type(args).__name__}; build it with {way}")
-    refuse_options(args, learns_labels=learns_labels)
+    refuse_options(args)
     refuse_adapters(model, peft_config)
     if args.accelerator_config.dispatch_batches:
         raise ValueError("dispatch_batches cuts batches apart, and packed rows are in one piece; set it to false")
@@ -52,12 +51,9 @@ def checked_collator(given: Any, expected: type, **options: Any) -> Any:
     return given
 
 
-def refuse_options(args: Any, *, learns_labels: bool = False) -> None:
-    """Raise a ValueError for NEFTune and, unless `learns_labels`, for label smoothing and context parallelism.
-
-    `learns_labels`: the loss is the cross-entropy of labels.
-    """
-    if not learns_labels:
+def refuse_options(args: Any) -> None:
+    """Raise a ValueError for NEFTune and, unless labels are learned, for label smoothing and context parallelism."""
+    if not isinstance(args, SFTConfig):
         if context_parallel_size(args) > 1:
             problem = "this trainer's loss compares answers, whose tokens would be on several ranks"
             raise ValueError(f"cp_size > 1 (parallelism_config): {problem}; set cp_size=1, or use PackedSFTTrainer")

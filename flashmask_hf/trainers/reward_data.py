@@ -12,9 +12,9 @@ from trl.trainer.reward_config import RewardConfig
 from trl.trainer.utils import global_then_local_main_first
 
 from flashmask_hf.collators.columns import as_number
-from flashmask_hf.collators.dataset import refuse_transform, unformatted, warn_of_weights
+from flashmask_hf.collators.dataset import first_row, refuse_transform, unformatted, warn_of_weights
 from flashmask_hf.collators.reward import answer_scores, shared_prefix, two_margins
-from flashmask_hf.trainers.data_checks import first_row, map_options, report_dropped, without_media
+from flashmask_hf.trainers.data_checks import map_options, report_dropped, without_media
 from flashmask_hf.trainers.formats import answer_sequences
 
 __all__ = ["check_margins", "prepare_rows"]
@@ -32,7 +32,7 @@ def prepare_rows(
         ValueError: no row is there or fits `args.max_length`; the dataset has a transform; or a row is invalid.
     """
     dataset = without_media(unformatted(dataset), name)
-    first = first_row(dataset, name)
+    first = first_row(dataset, f"the {name} dataset")
     warn_of_weights(first, f"the {name} dataset")
     with global_then_local_main_first():
         if not ({"prompt_ids", "answers_ids"} <= set(first) or {"chosen_ids", "rejected_ids"} <= set(first)):

@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
-from flashmask_hf.collators.dataset import pack_dataset, unformatted, warn_of_weights
+from flashmask_hf.collators.dataset import first_row, pack_dataset, unformatted, warn_of_weights
 from flashmask_hf.collators.labels import MASK_COLUMNS
 from flashmask_hf.collators.language_modeling import DataCollatorForPackedLanguageModeling
 from flashmask_hf.hf.packed.router_logits import drop_padding_from_router_logits
@@ -22,7 +22,7 @@ from flashmask_hf.hf.packed.rows import check_compiled, check_layers
 from flashmask_hf.names import FLASHMASK, IGNORED, VECTORS
 from flashmask_hf.trainers.callbacks import add_callbacks
 from flashmask_hf.trainers.context_parallel import ContextParallelMixin, check_context_parallel, pad_for_parts
-from flashmask_hf.trainers.data_checks import check_prepared, first_row, text_datasets, without_media
+from flashmask_hf.trainers.data_checks import check_prepared, text_datasets, without_media
 from flashmask_hf.trainers.even_batches import EvenBatchesMixin
 from flashmask_hf.trainers.loading import correct_gathers, flashmask_policy
 from flashmask_hf.trainers.metrics import log_sparsity
@@ -102,7 +102,7 @@ class PackedSFTTrainer(ResumeMixin, EvenBatchesMixin, ContextParallelMixin, SFTT
         split: bool = False,
         **kwargs: Any,
     ):
-        args = prepared_arguments(args, model, peft_config, SFTConfig, SFTConfig, learns_labels=True)
+        args = prepared_arguments(args, model, peft_config, SFTConfig, SFTConfig)
         self._sums: Any = 0  # tokens and visible keys since the last log, int64 [2] after the first batch
         self._last_log = time.perf_counter()
         self._logged_tokens = 0
@@ -145,7 +145,7 @@ class PackedSFTTrainer(ResumeMixin, EvenBatchesMixin, ContextParallelMixin, SFTT
         self, dataset: Any, processing_class: Any, args: Any, packing: bool, formatting_func: Any, dataset_name: str
     ) -> Dataset | IterableDataset:
         dataset = without_media(unformatted(dataset), dataset_name)
-        first = first_row(dataset, dataset_name)
+        first = first_row(dataset, f"the {dataset_name} dataset")
         if dataset_name == "train" and "seq_lengths" not in first and (packing or not _trl_packs(args)):
             split = self._packing_options["split"]
             self._packed_by = {"max_length": args.max_length, "packing": args.packing, "split": split}

@@ -122,7 +122,7 @@ def test_keep_start_equals_trl_and_warns_once(caplog):
         assert torch.equal(batch[key], value), key
     (record,) = caplog.records
     assert "example 2 of a batch has 13 tokens with its longest answer" in record.message
-    assert "cuts its answers to max_length 9" in record.message
+    assert "cuts answers to max_length 9" in record.message
 
 
 def test_keep_end_cuts_the_question_by_the_same_amount_for_all_answers():

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import types
 
 import pytest
 import torch
@@ -21,7 +22,9 @@ from tools.rewards import (
 from tools.tiny import TRAINER_WARNINGS, conversation, preference_rows, word_tokenizer
 from trl import RewardTrainer
 
+from flashmask_hf.collators import DataCollatorForMultiAnswerReward
 from flashmask_hf.trainers import MultiAnswerRewardTrainer
+from flashmask_hf.trainers.data_checks import check_rows
 
 pytestmark = TRAINER_WARNINGS
 
@@ -246,6 +249,14 @@ def test_datasets_are_prepared_in_as_many_processes_as_asked_for(model_path, tok
     make(MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, dataset_num_proc=2, max_length=60)
     expected = ["Tokenizing train dataset", "Filtering train >60 tokens", "Checking train dataset"]
     assert asked == [(name, 2) for name in expected]
+
+
+def test_checking_rows_writes_nothing_into_their_folder(tmp_path):
+    Dataset.from_list([{"prompt_ids": [8], "answers_ids": [[9], [10]]}]).save_to_disk(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    args = types.SimpleNamespace(dataset_num_proc=None)
+    check_rows(Dataset.load_from_disk(tmp_path), DataCollatorForMultiAnswerReward(), args, "train")
+    assert sorted(tmp_path.iterdir()) == before
 
 
 # --- rows that raise
