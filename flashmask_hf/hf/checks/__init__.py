@@ -8,7 +8,10 @@ from flashmask_hf.hf.rules import applicable, require
 
 __all__ = ["CHECKS", "run_checks"]
 
-CHECKS = [*ignored.CHECKS, *trees.CHECKS, *mixed.CHECKS, *recurrent.CHECKS, *positions.CHECKS]
+_OF_PARTS = [*recurrent.CHECKS, *positions.CHECKS]
+_BEFORE = [*ignored.CHECKS, *trees.CHECKS, *mixed.CHECKS, *_OF_PARTS]
+
+CHECKS = [*_BEFORE, *ignored.AFTER]
 
 
 def run_checks(call: Call, *, after: bool = False) -> None:
@@ -19,12 +22,11 @@ def run_checks(call: Call, *, after: bool = False) -> None:
     Raises:
         Exception: the first error of `CHECKS`.
     """
-    seen = not after and _has_arguments_of_outer(call)
-    for check in applicable(CHECKS, call):
-        if check.after is after and (check.parts or not seen):
-            verdict = check.run(call)
-            if verdict is not None:
-                require(check, call, verdict)
+    checks = ignored.AFTER if after else _OF_PARTS if _has_arguments_of_outer(call) else _BEFORE
+    for check in applicable(checks, call):
+        verdict = check.run(call)
+        if verdict is not None and verdict[0] is not True:
+            require(check, call, verdict)
 
 
 def _has_arguments_of_outer(call: Call) -> bool:
@@ -32,4 +34,4 @@ def _has_arguments_of_outer(call: Call) -> bool:
     outer = call.outer
     if outer is None or outer.config is not call.config:
         return False
-    return all(outer.named.get(name) is value for name, value in call.named.items() if value is not None)
+    return all(outer.get(name) is value for name, value in call.named.items() if value is not None)

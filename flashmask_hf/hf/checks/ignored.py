@@ -21,50 +21,37 @@ from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import NAMES, PACKED_IDS, VECTORS
 from flashmask_hf.torch_internals import is_split_by_torch
 
-__all__ = ["CHECKS", "differs", "every_layer", "hides_more", "marks_documents"]
+__all__ = ["AFTER", "CHECKS", "every_layer", "hides_more", "marks_documents"]
 
 CHECKS: list[Rule] = []
+AFTER: list[Rule] = []
+"""Checks that follow a call, and ask what was read in it."""
 
 
-def hides_more(indices: Tensor, attention_mask: Any) -> Tensor:
-    """Return for which keys mask indices hide rows that see them in a row of one document; bool [B, H, S].
-
-    Args:
-        indices: int32 [B, H, S, n], causal for n = 1.
-        attention_mask: a 2D mask [B, S], which hides keys anyway; anything else is ignored.
-    """
-    length = indices.shape[2]
-    ends = torch.full((1, length), length, device=indices.device) if indices.shape[3] == 1 else None
-    return differs(indices.detach(), ends, attention_mask)
-
-
-def differs(indices: Tensor, ends: Tensor | None, attention_mask: Any) -> Tensor:
+def hides_more(indices: Tensor, attention_mask: Any, ends: Tensor | None = None) -> Tensor:
     """Return for which keys mask indices show other rows of tokens than an attention that ignores them.
 
     Args:
         indices: int32 [B, H, S, n].
-        ends: int64 [B or 1, S], one past the last row that the other attention shows each key, from the key's row on;
-            None if it shows every key to all rows.
         attention_mask: a 2D mask [B, S], which hides keys in both; anything else is ignored.
+        ends: int64 [B or 1, S] for n = 1, one past the last row that the other attention shows each key, from the key's
+            row on; None if it shows each key to the last row. For n > 1 it shows every key to all rows.
 
     Returns:
         Tensor: bool [B, H, S].
     """
-    length = indices.shape[2]
-    mask = FlashMask(indices, causal=ends is not None)
-    pieces = [(start.long(), end.long()) for start, end in mask.visible_intervals(length)]
+    length, causal = indices.shape[2], indices.shape[3] == 1
+    pieces = FlashMask(indices.detach(), causal).visible_intervals(length)
     real = outer_rows(pieces, length)[1] > 0  # a key that no row sees is padding
     counts = nn.functional.pad(real.cumsum(-1), (1, 0))
 
     def real_rows(start: Tensor, end: Tensor) -> Tensor:
-        return counts.gather(-1, torch.maximum(start, end)) - counts.gather(-1, start)
+        return counts.gather(-1, torch.maximum(start, end).long()) - counts.gather(-1, start.long())
 
-    first = torch.zeros_like(pieces[0][0])
-    last = first + length
-    if ends is not None:
-        first, last = first + torch.arange(length, device=indices.device), first + ends[:, None]
+    first = torch.arange(length, device=indices.device).expand(real.shape) * causal
+    last = torch.full_like(first, length) if ends is None else ends[:, None].expand(real.shape)
     # One set of rows holds the other: both begin at the key's row, or the other attention shows all rows.
-    wrong = torch.stack([real_rows(start, end) for start, end in pieces]).sum(0) != real_rows(first, last)
+    wrong = torch.stack([real_rows(*piece) for piece in pieces]).sum(0) != real_rows(first, last)
     if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2 and attention_mask.shape[-1] == length:
         wrong = wrong & attention_mask[:, None].to(torch.bool)
     return wrong
@@ -128,21 +115,14 @@ def _takes_no_flash_mask(call: Call) -> Verdict:
     )
 
 
-@rule(
-    CHECKS,
-    "context parallelism of torch or accelerate",
-    where=lambda call: call.is_ours,
-    error=NotImplementedError,
-)
-def _is_not_split_by_torch(call: Call) -> Verdict | None:
-    return (False, context_parallel_message(call.implementation)) if is_split_by_torch() else None
+@rule(CHECKS, "context parallelism of torch or accelerate", ours=True, error=NotImplementedError)
+def _is_not_split_by_torch(call: Call) -> Verdict:
+    return not is_split_by_torch(), context_parallel_message(call.implementation)
 
 
 @rule(CHECKS, "one process that sees several GPUs, so that Trainer takes `DataParallel`", VECTORS)
-def _is_no_replica(call: Call) -> Verdict | None:
-    if not getattr(call.model, "_is_replica", False):
-        return None
-    return False, (
+def _is_no_replica(call: Call) -> Verdict:
+    return not getattr(call.model, "_is_replica", False), (
         "torch.nn.DataParallel splits a batch by rows, so it cannot run one packed row on several GPUs; start a "
         "process per GPU with accelerate launch or torchrun, or set CUDA_VISIBLE_DEVICES=0"
     )
@@ -161,29 +141,20 @@ def _runs_packed_rows(call: Call) -> Verdict | None:
 
 @rule(CHECKS, "packed rows under another attention, without positions or with a cache", VECTORS, where=_is_ignored)
 def _is_same_mask(call: Call) -> Verdict | None:
-    indices, asked = call.tensor(VECTORS, 4), f"attn_implementation='{text_attention(call)}'"
+    indices = call.tensor(VECTORS, 4)
     if indices is None or call.tokens is None or indices.dtype != torch.int32:
         return None
     row, length = indices.shape[2], call.tokens.shape[1]
-    if row > length > 1:  # a single token is decoded, with the mask indices left among the keywords
-        return False, (
-            f"{VECTORS} are of a row of {row} tokens, of which the call has {length}, and {asked} ignores them; take "
-            "PackedSFTTrainer with 'flashmask'"
-        )
-    if row != length:
+    if row != length and not row > length > 1:  # a single token is decoded, with the mask indices among the keywords
         return None
-    ends, way_out = None, "or pass one document per row"
-    if indices.shape[3] == 1:
-        ends, way_out = (
-            _ends_of_documents(call),
-            "or, for packed documents, pass position_ids, use_cache=False and no mask",
-        )
-    return ~differs(indices.detach(), ends, call.get("attention_mask")).any(), (
-        f"{VECTORS} hide tokens, but {asked} ignores them; load it with 'flashmask', {way_out}"
+    ends = _ends_of_documents(call) if row == length and indices.shape[3] == 1 else None
+    return row == length and ~hides_more(indices, call.get("attention_mask"), ends).any(), (
+        f"{VECTORS} hide tokens, but attn_implementation='{text_attention(call)}' ignores them; load with "
+        "'flashmask', pass one document per row, or position_ids of whole rows, use_cache=False and no mask"
     )
 
 
-@rule(CHECKS, "document boundaries that no mask and no layer of the model reads", after=True)
+@rule(AFTER, "document boundaries that no mask and no layer of the model reads")
 def _are_documents_read(call: Call) -> Verdict | None:
     if call.reads or torch.compiler.is_compiling() or (call.outer is not None and marks_documents(call.outer)):
         return None
@@ -200,7 +171,7 @@ def _are_documents_read(call: Call) -> Verdict | None:
     )
 
 
-@rule(CHECKS, "packed rows in a trainer, in a model some of whose layers get no mask", VECTORS, parts=True, after=True)
+@rule(AFTER, "packed rows in a trainer, in a model some of whose layers get no mask", VECTORS)
 def _reaches_every_layer(call: Call) -> Verdict | None:
     state = call.state
     if not state.counts_layers or state.is_counted or torch.compiler.is_compiling() or is_compiled(call.model):

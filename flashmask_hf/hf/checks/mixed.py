@@ -46,14 +46,9 @@ def _has_other_documents(call: Call, numbers: Tensor, real: Tensor | None) -> Te
     return changes.any()
 
 
-@rule(
-    CHECKS,
-    "`cu_seq_lens_q` alone with an axis for the batch, as of a collator that stacks a column",
-    "cu_seq_lens_q",
-    where=lambda call: call.is_ours and call.indices is None,
-)
+@rule(CHECKS, "`cu_seq_lens_q` alone with an axis for the batch", "cu_seq_lens_q", ours=True)
 def _has_flat_bounds(call: Call) -> Verdict | None:
-    if call.tensor("cu_seq_lens_q", 1) is not None:
+    if call.tensor("cu_seq_lens_q", 1) is not None or call.indices is not None:
         return None
     bounds = call.get("cu_seq_lens_q")
     got = list(bounds.shape) if isinstance(bounds, Tensor) else type(bounds).__name__
@@ -63,11 +58,7 @@ def _has_flat_bounds(call: Call) -> Verdict | None:
     )
 
 
-@rule(
-    CHECKS,
-    "packed rows for a head that predicts one class, reward, span or pair of sentences per row",
-    where=_answers_once,
-)
+@rule(CHECKS, "packed rows for a head that predicts once per row", where=_answers_once)
 def _is_one_answer(call: Call) -> Verdict:
     return has_one_document(call), (
         f"{call.name} reads one class, reward or span from a row, not from each document; pass one document per row "
@@ -75,15 +66,10 @@ def _is_one_answer(call: Call) -> Verdict:
     )
 
 
-@rule(
-    CHECKS,
-    "`seq_idx` that marks documents which `position_ids` do not mark, in a model of attention",
-    "seq_idx",
-    where=lambda call: call.is_ours and call.indices is None and not is_guarded(call.model),
-)
+@rule(CHECKS, "`seq_idx` that marks documents which `position_ids` do not mark", "seq_idx", ours=True)
 def _numbers_fit_positions(call: Call) -> Verdict | None:
     numbers = call.tensor("seq_idx", 2)
-    if numbers is None or call.get("cu_seq_lens_q") is not None:
+    if numbers is None or call.indices is not None or call.get("cu_seq_lens_q") is not None or is_guarded(call.model):
         return None
     return ~_has_other_documents(call, numbers, call.padding), (
         f"seq_idx numbers documents of a row, but the attention of {call.name} does not read it; pass position_ids "
@@ -91,7 +77,7 @@ def _numbers_fit_positions(call: Call) -> Verdict | None:
     )
 
 
-@rule(CHECKS, "activated LoRA on rows of several documents, in any trainer", where=lambda call: call.is_ours)
+@rule(CHECKS, "activated LoRA on rows of several documents, in any trainer", ours=True)
 def _has_one_adapter(call: Call) -> Verdict | None:
     adapters = getattr(call.model, "peft_config", None)
     if not adapters or not any(getattr(x, "alora_invocation_tokens", None) for x in adapters.values()):
@@ -102,12 +88,7 @@ def _has_one_adapter(call: Call) -> Verdict | None:
     )
 
 
-@rule(
-    CHECKS,
-    "masked tokens in packed rows of an ESM with `token_dropout`, which scales by their share of the row",
-    "input_ids",
-    where=lambda call: call.is_ours and getattr(call.config, "token_dropout", False),
-)
+@rule(CHECKS, "masked tokens in packed rows of an ESM", "input_ids", ours=True, config="token_dropout")
 def _has_one_scale(call: Call) -> Verdict | None:
     alone, masked = has_one_document(call), call.config.mask_token_id
     if alone is None or masked is None:
@@ -118,12 +99,7 @@ def _has_one_scale(call: Call) -> Verdict | None:
     )
 
 
-@rule(
-    CHECKS,
-    "a 2D `attention_mask` that numbers documents, which no `position_ids` mark",
-    "attention_mask",
-    where=lambda call: call.is_ours,
-)
+@rule(CHECKS, "a 2D `attention_mask` that numbers documents", "attention_mask", ours=True)
 def _mask_numbers_nothing(call: Call) -> Verdict | None:
     mask = call.tensor("attention_mask", 2)
     if mask is None or call.tokens is None:
@@ -134,11 +110,7 @@ def _mask_numbers_nothing(call: Call) -> Verdict | None:
     )
 
 
-@rule(
-    CHECKS,
-    "documents of Llama 4 in a row of `floor_scale` tokens or more, whose queries it scales by their place in it",
-    where=lambda call: call.is_ours and getattr(call.config, "attn_temperature_tuning", False),
-)
+@rule(CHECKS, "documents of Llama 4 in a row of `floor_scale` tokens", ours=True, config="attn_temperature_tuning")
 def _has_one_temperature(call: Call) -> Verdict | None:
     if call.tokens is None or call.tokens.shape[1] < call.config.floor_scale:
         return None
@@ -148,14 +120,10 @@ def _has_one_temperature(call: Call) -> Verdict | None:
     )
 
 
-@rule(
-    CHECKS,
-    "packed rows longer than the attention chunks of Llama 4, before transformers 5.23",
-    where=lambda call: call.is_ours and Version(transformers.__version__) < Version("5.23"),
-)
+@rule(CHECKS, "packed rows longer than the attention chunks of Llama 4", ours=True, config="attention_chunk_size")
 def _fits_chunk(call: Call) -> Verdict | None:
-    chunk = getattr(call.config, "attention_chunk_size", None)
-    if chunk is None or call.tokens is None or call.tokens.shape[1] <= chunk:
+    counts_from_documents = Version(transformers.__version__) >= Version("5.23")
+    if counts_from_documents or call.tokens is None or call.tokens.shape[1] <= call.config.attention_chunk_size:
         return None
     return has_one_document(call), (
         "rows of several documents must not exceed attention_chunk_size before transformers 5.23, which counts chunks "

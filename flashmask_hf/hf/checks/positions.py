@@ -55,12 +55,7 @@ def _lacks_positions(call: Call) -> bool:
     return embeds and (call.get("position_ids") is None or not _takes_positions(call))
 
 
-@rule(
-    CHECKS,
-    "documents without positions in a model that embeds positions (GPT-2, BERT)",
-    where=_lacks_positions,
-    parts=True,
-)
+@rule(CHECKS, "documents without positions in a model that embeds positions (GPT-2, BERT)", where=_lacks_positions)
 def _has_one_document(call: Call) -> Verdict:
     may_branch = call.indices is not None and not _takes_positions(call)
     return False if may_branch else has_one_document(call), (
@@ -69,14 +64,7 @@ def _has_one_document(call: Call) -> Verdict:
     )
 
 
-@rule(
-    CHECKS,
-    "rows split over ranks in a RoBERTa, which counts positions from `padding_idx + 1`",
-    VECTORS,
-    where=counts_from_later,
-    error=NotImplementedError,
-    parts=True,
-)
+@rule(CHECKS, "rows split over ranks in a RoBERTa", VECTORS, where=counts_from_later, error=NotImplementedError)
 def _is_not_split(call: Call) -> Verdict | None:
     mask, positions = mask_of(call), call.tensor("position_ids", 2)
     if mask is None or positions is None or mask.kv_len <= positions.shape[1]:
@@ -87,13 +75,7 @@ def _is_not_split(call: Call) -> Verdict | None:
     )
 
 
-@rule(
-    CHECKS,
-    "packed rows for a RoBERTa with positions of padding",
-    VECTORS,
-    where=counts_from_later,
-    parts=True,
-)
+@rule(CHECKS, "packed rows for a RoBERTa with positions of padding", VECTORS, where=counts_from_later)
 def _seen_count_from_first(call: Call) -> Verdict | None:
     found, first = _seen(call), call.state.first_position
     if found is None:
@@ -105,15 +87,10 @@ def _seen_count_from_first(call: Call) -> Verdict | None:
     )
 
 
-@rule(
-    CHECKS,
-    "packed rows for a RoBERTa without mask indices",
-    where=lambda call: counts_from_later(call) and call.indices is None,
-    parts=True,
-)
+@rule(CHECKS, "packed rows for a RoBERTa without mask indices", where=counts_from_later)
 def _restarts_nowhere(call: Call) -> Verdict | None:
     positions, first, real = call.tensor("position_ids", 2), call.state.first_position, call.padding
-    if positions is None:
+    if positions is None or call.indices is not None:
         return None
     call.reads += 1  # so that positions of padding are not taken for documents that nothing reads
     before, start, after = positions[:, :-2], positions[:, 1:-1], positions[:, 2:]

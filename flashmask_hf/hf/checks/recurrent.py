@@ -108,14 +108,7 @@ def _has_form(call: Call) -> bool:
     return indices is not None and indices.shape[1:] == (1, call.tokens.shape[1], 1)
 
 
-@rule(
-    CHECKS,
-    "mask indices other than of causal documents in a model with recurrent or convolutional layers",
-    VECTORS,
-    where=has_documents,
-    parts=True,
-    waits=True,
-)
+@rule(CHECKS, "other masks than of causal documents in a recurrent model", VECTORS, where=has_documents, waits=True)
 def _are_of_documents(call: Call) -> Verdict | None:
     if not _has_rows(call):
         return None
@@ -130,13 +123,7 @@ def _are_of_documents(call: Call) -> Verdict | None:
     return ((documents.end == ends) | (ends <= 0)).all(), message
 
 
-@rule(
-    CHECKS,
-    "packed rows in a model with recurrent or convolutional layers, any trainer",
-    where=has_documents,
-    parts=True,
-    waits=True,
-)
+@rule(CHECKS, "packed rows in a recurrent or convolutional model, any trainer", where=has_documents, waits=True)
 def _is_one_document(call: Call) -> Verdict | None:
     documents = documents_of(call) if _has_rows(call) and not _takes_boundaries(call) else None
     if documents is None:

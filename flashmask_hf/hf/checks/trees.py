@@ -138,29 +138,20 @@ def has_one_document(call: Call) -> Tensor | None:
     return ((documents.starts & shown).sum(-1) <= 1).all()
 
 
-def _has_own_loss(call: Call) -> bool:
-    """Return whether a model with a head gets labels beside mask indices of its own rows."""
-    return call.get(PACKED_IDS) is None and call.model.base_model is not call.model
-
-
 def _shifted_labels(call: Call) -> tuple[FlashMask, Tensor] | None:
     """Return the mask of one head and the labels [B, S] that the model's loss shifts by one; None if one is missing."""
-    mask, labels = mask_of(call), call.tensor("labels", 2)
-    if mask is None or labels is None or mask.indices.shape[1] != 1 or call.get("shift_labels") is not None:
+    model, mask, labels = call.model, mask_of(call), call.tensor("labels", 2)
+    if mask is None or labels is None or mask.indices.shape[1] != 1 or model.base_model is model:
         return None
-    return (mask, labels) if call.model.loss_function is LOSS_MAPPING["ForCausalLM"] else None
+    shifts = call.get("shift_labels") is None and model.loss_function is LOSS_MAPPING["ForCausalLM"]
+    return (mask, labels) if shifts and call.get(PACKED_IDS) is None else None
 
 
-@rule(
-    CHECKS,
-    "labels of every path of a tree in a model without `tree_loss`",
-    VECTORS,
-    "shift_labels",
-    where=_has_own_loss,
-)
+@rule(CHECKS, "labels of every path of a tree in a model without `tree_loss`", VECTORS, "shift_labels")
 def _takes_paths(call: Call) -> Verdict | None:
     model, has_labels = call.model, call.get("labels") is not None
-    if call.tensor("shift_labels", 3) is None or not (model.training or has_labels):
+    is_asked = model.base_model is not model and (model.training or has_labels)
+    if call.tensor("shift_labels", 3) is None or not is_asked:
         return None
     is_fused = call.get("fused_lm_head") or getattr(model.forward, "__module__", "").startswith("liger_kernel.")
     takes_paths = has_labels and model.loss_function is not LOSS_MAPPING["ForCausalLM"]
@@ -170,13 +161,7 @@ def _takes_paths(call: Call) -> Verdict | None:
     )
 
 
-@rule(
-    CHECKS,
-    "`labels` of a shard of a row, at whose edge the model's loss would lose a label",
-    VECTORS,
-    "labels",
-    where=_has_own_loss,
-)
+@rule(CHECKS, "`labels` of a shard of a row, at whose edge the model's loss would lose a label", VECTORS, "labels")
 def _are_labels_whole(call: Call) -> Verdict | None:
     found = _shifted_labels(call)
     if found is None or found[1].shape[1] >= found[0].kv_len:
@@ -187,7 +172,7 @@ def _are_labels_whole(call: Call) -> Verdict | None:
     )
 
 
-@rule(CHECKS, "`labels=input_ids`: a branch learned from its sibling", VECTORS, "labels", where=_has_own_loss)
+@rule(CHECKS, "`labels=input_ids`: a branch learned from its sibling", VECTORS, "labels")
 def _is_no_first_token_learned(call: Call) -> Verdict | None:
     found = _shifted_labels(call)
     if found is None or found[1].shape[1] != found[0].kv_len:

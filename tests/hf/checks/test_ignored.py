@@ -26,7 +26,7 @@ from flashmask_hf.collators import (
     DataCollatorForTrees,
 )
 from flashmask_hf.hf import patches
-from flashmask_hf.hf.checks.ignored import differs, hides_more
+from flashmask_hf.hf.checks.ignored import hides_more
 from flashmask_hf.hf.documents import next_flagged
 
 pytestmark = TRAINER_WARNINGS
@@ -62,7 +62,7 @@ def test_a_part_of_a_row_is_refused_where_vectors_are_ignored():
     batch = DataCollatorForPackedLanguageModeling(pad_to_multiple_of=16)(EXAMPLES)
     part = {name: batch[name][:, :8] for name in ("input_ids", "position_ids")}
     vectors = batch["startend_row_indices"]
-    with pytest.raises(ValueError, match=r"row of 16 tokens, of which the call has 8, .*PackedSFTTrainer"):
+    with pytest.raises(ValueError, match=IGNORED.format("sdpa") + r".*whole rows"):
         llama("sdpa")(**part, startend_row_indices=vectors, use_cache=False)
     with pytest.raises(ValueError, match=r"whole row of 16 tokens, .*sequence_parallel"):
         llama("flashmask")(**part, startend_row_indices=vectors, use_cache=False)
@@ -119,7 +119,7 @@ def test_documents_need_positions_and_no_cache(attention):
         for ids in apart:
             start = firsts.index(ids[0, 0].item())
             torch.testing.assert_close(logits[start : start + ids.shape[1]], model(ids).logits[0], rtol=1e-4, atol=1e-4)
-        with pytest.raises(RuntimeError, match=IGNORED.format(attention) + r".*pass position_ids, use_cache=False"):
+        with pytest.raises(RuntimeError, match=IGNORED.format(attention) + r".*whole rows, use_cache=False"):
             model(**found)
         with pytest.raises(RuntimeError, match=IGNORED.format(attention)):
             model(**found, use_cache=False, attention_mask=torch.ones_like(batch["input_ids"]))
@@ -133,7 +133,7 @@ def test_documents_need_positions_and_no_cache(attention):
 def test_encoders_never_find_documents():
     sizes = dict(vocab_size=48, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
     model = BertModel._from_config(BertConfig(**sizes), attn_implementation="sdpa").eval()
-    with pytest.raises(RuntimeError, match=IGNORED.format("sdpa") + ", or pass one document per row"):
+    with pytest.raises(RuntimeError, match=IGNORED.format("sdpa") + ", pass one document per row"):
         model(**DataCollatorForPackedEncoders()(EXAMPLES))
     padded = DataCollatorForPackedEncoders(pad_to_multiple_of=8)(EXAMPLES[:1])
     with pytest.raises(RuntimeError, match=IGNORED.format("sdpa")):
@@ -146,7 +146,7 @@ def test_the_check_is_compiled(no_compiled_code):
     model = torch.compile(llama("sdpa"), backend="eager", fullgraph=True)
     given = dict(input_ids=tokens(1, 6), startend_row_indices=masks.causal_document([3, 3]).indices, use_cache=False)
     model(**given, position_ids=positions([3, 3]))
-    with pytest.raises(RuntimeError, match=IGNORED.format("sdpa") + ", or, for packed documents, pass position_ids"):
+    with pytest.raises(RuntimeError, match=IGNORED.format("sdpa") + ".*position_ids of whole rows"):
         model(**given)
 
 
@@ -176,9 +176,9 @@ def test_differences_are_those_of_the_dense_masks(documents):
         seen = mask.to_dense()[0, 0]
         real = seen.any(0)
         want = (seen != found)[real].any(0)
-        got = differs(vectors, other, None)[0, 0]
+        got = hides_more(vectors, None, other)[0, 0]
         assert torch.equal(got, want), (ends, place)
-        assert torch.equal(differs(vectors, other, real[None])[0, 0], want & real)
+        assert torch.equal(hides_more(vectors, real[None], other)[0, 0], want & real)
         wrong += int(want.any())
     assert 50 < wrong < 300
 
