@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from flashmask_hf.masks._columns import next_flagged
 from flashmask_hf.torch_internals import device_assert
 
 __all__ = [
-    "UNBOUNDED", "Documents", "document_starts", "has_one_document", "next_flagged", "of_bounds", "of_numbers",
+    "UNBOUNDED", "Documents", "document_starts", "next_flagged", "of_bounds", "of_numbers",
     "of_positions", "run_bounds", "separable_documents",
 ]  # fmt: skip
 
@@ -130,20 +130,6 @@ def document_starts(position_ids: Tensor, real: Tensor | None = None) -> Tensor:
         "count through hidden tokens, or pass startend_row_indices",
     )
     return shown & (restarts | (after_gap & (counts_on | (position <= before_position))))
-
-
-def has_one_document(position_ids: Tensor, attention_mask: Any) -> Tensor:
-    """Return whether at most one document starts in each row (`document_starts`); bool [].
-
-    Args:
-        position_ids: int [B, S].
-        attention_mask: [B, S or more], whose last S columns are the row's; anything else hides nothing.
-    """
-    length = position_ids.shape[1]
-    real = None
-    if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2 and attention_mask.shape[1] >= length:
-        real = attention_mask[:, -length:].to(torch.bool)
-    return (document_starts(position_ids, real).sum(-1) <= 1).all()
 
 
 def run_bounds(joined: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ from transformers.masking_utils import (
 )
 
 from flashmask_hf.hf.call import Call, call_of, record_documents
-from flashmask_hf.hf.documents import of_numbers, separable_documents
+from flashmask_hf.hf.documents import separable_documents
 from flashmask_hf.hf.families import refuse_unsupported
 from flashmask_hf.hf.keywords import check_window
 from flashmask_hf.hf.layer_mask import LayerMask, marked_rows
@@ -32,10 +32,7 @@ from flashmask_hf.mask import FlashMask, MaskNotRepresentable
 from flashmask_hf.names import FLASHMASK, VECTORS
 from flashmask_hf.parallel.split import active_split
 
-__all__ = ["DOCUMENTS", "mask_hook"]
-
-DOCUMENTS = torch.int32
-"""The dtype of a 2D mask that holds the number of each token's document, from 1 on, negative for padding."""
+__all__ = ["mask_hook"]
 
 
 def mask_hook(
@@ -64,8 +61,7 @@ def mask_hook(
         q_offset: position of the first query; a tensor with a static cache.
         kv_offset: position of the first key.
         mask_function: which query may see which key.
-        attention_mask: bool [B, up to kv_offset + Skv], False where a key is padding; or numbers of documents that do
-            not see each other (`DOCUMENTS`), from section 2 of `patches.py`.
+        attention_mask: bool [B, up to kv_offset + Skv], False where a key is padding.
         device: device of the result.
         kwargs: `config`, `local_size` and `use_vmap` are read.
 
@@ -89,8 +85,6 @@ def mask_hook(
     same_tokens = q_length == kv_length and not isinstance(q_offset, Tensor) and q_offset == kv_offset == 0
     key_positions = torch.arange(kv_length, device=device) + kv_offset
     documents = None
-    if attention_mask is not None and attention_mask.dtype == DOCUMENTS:
-        documents, attention_mask = of_numbers(attention_mask.abs()), attention_mask > 0
     context = TraceContext(batch_size, key_positions, same_tokens, is_custom=bool(kwargs.get("use_vmap")))
     visible = trace(mask_function, context)
     span = None if visible is None else visible.span()
@@ -109,11 +103,11 @@ def mask_hook(
         call = None  # left to the layers
     elif call is not None and call.bounds is not None:
         causal = visible is not None and visible.starts_at_key()
-        if same_tokens and batch_size == 1 and causal and documents is None:
+        if same_tokens and batch_size == 1 and causal:
             documents = call.documents
         else:
             call = None  # left to the layers, which refuse what they cannot do
-    elif call is not None and documents is None and getattr(config, "attention_chunk_size", None) is None:
+    elif call is not None and getattr(config, "attention_chunk_size", None) is None:
         if same_tokens:
             documents = call.documents
         elif call.positions is not None:

@@ -14,7 +14,6 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-import torch
 import transformers
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel, masking_utils
@@ -25,7 +24,6 @@ from flashmask_hf.hf.call import Call, call_of, current_calls, record_documents
 from flashmask_hf.hf.checks import run_checks
 from flashmask_hf.hf.documents import separable_documents
 from flashmask_hf.hf.families import refuse_own_attention
-from flashmask_hf.hf.mask_hook import DOCUMENTS
 from flashmask_hf.hf.rewrites import rewrite
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import FLASHMASK, HASH, NAMES, QK, VECTORS
@@ -37,7 +35,7 @@ __all__ = ["apply", "run_call"]
 def apply() -> None:
     """Apply every patch to the installed transformers."""
     exclude_from_flash_attention(generic)
-    detect_documents_always(masking_utils)
+    leave_documents_to_hook(masking_utils)
     refuse_unsupported_models(PreTrainedModel)
     accept_sparse_options(PreTrainedConfig)
     check_calls(PreTrainedModel)
@@ -107,23 +105,22 @@ def _is_flash_attention(
     return original(config, requested, version)
 
 
-# 2. Packed documents are found beside a cache or a 2D mask, too.
+# 2. The mask hook finds packed documents, and where it cannot, several in a row raise beside a cache or a 2D mask.
 
 _MASK_ARGUMENTS = ["config", "inputs_embeds", "attention_mask", "position_ids", "layer_idx", "encoder_hidden_states"]
 _CACHES = ("past_key_values", "cache")  # the name of the fourth argument until 5.23, and since
 
 
-def detect_documents_always(module: Any) -> None:
-    """Make `_preprocess_mask_arguments` find packed documents beside a cache or a 2D mask, too.
+def leave_documents_to_hook(module: Any) -> None:
+    """Make `_preprocess_mask_arguments` leave packed documents to the mask hook, which reads them from the model call.
 
-    Patched: `transformers.masking_utils._preprocess_mask_arguments`. It returns the numbers of documents in place of
-    the 2D mask (`mask_hook.DOCUMENTS`), except for chunked attention. The hook measures windows there in rows, because
-    positions of padding mean nothing.
+    Patched: `transformers.masking_utils._preprocess_mask_arguments`. In a call it gets no positions, except for chunked
+    attention, whose chunks count from the start of their document.
 
     Why: transformers looks for documents only if there is neither a cache nor a mask. Models default to
-    `use_cache=True`, so documents of a plain forward would silently see each other. Where it finds documents, it
-    evaluates masks at `position_ids` instead of rows: Gemma 3 would look up the image blocks of the row's first
-    document.
+    `use_cache=True`, so documents would silently see each other outside of a call, in a static cache and in chunks:
+    these raise. Where it finds documents, it evaluates masks at `position_ids` instead of rows: Gemma 3 would look up
+    the image blocks of the row's first document.
 
     Checked: it is a plain function with its seven parameters.
 
@@ -137,35 +134,23 @@ def _preprocess(
 ) -> Any:
     """Body of the patched function."""
     is_ours = config._attn_implementation in NAMES
-    has_chunks = getattr(config, "attention_chunk_size", None) is not None
+    positions = args[1] if len(args) > 1 else kwargs.get("position_ids")  # after the cache
     call = call_of(config, inputs_embeds.shape[1]) if is_ours else None
-    if call is not None and call.indices is not None:  # which the hook reads in place of positions
+    has_chunks = getattr(config, "attention_chunk_size", None) is not None
+    if call is not None and (call.indices is not None or not has_chunks):
         if len(args) > 1:
             args = (args[0], None, *args[2:])
         else:
             kwargs = kwargs | {"position_ids": None}
+        return original(config, inputs_embeds, attention_mask, *args, **kwargs)
     found = original(config, inputs_embeds, attention_mask, *args, **kwargs)
-    position_ids = args[1] if len(args) > 1 else kwargs.get("position_ids")  # after the cache
-    early_exit, mask, numbers, q_length, kv_length, q_offset, kv_offset = found
-    if not is_ours or position_ids is None:
-        if numbers is not None:
-            record_documents()
-        return found
-    record_documents()
-    flat = position_ids.dim() == 2 and position_ids.shape[-1] == q_length and (mask is None or mask.dim() == 2)
-    if early_exit or not flat or (has_chunks and numbers is not None):  # chunks count from the start of their document
-        return found
-    whole = not isinstance(q_offset, Tensor) and q_offset == kv_offset == 0 and q_length == kv_length
-    if numbers is None:
-        documents = separable_documents(position_ids, mask, q_offset, whole and not has_chunks)
-        numbers = None if documents is None else documents.numbers().expand(inputs_embeds.shape[0], -1)
-    if numbers is not None:
-        numbers = (numbers + 1).to(DOCUMENTS)
-        if mask is not None:  # of any length
-            real = torch.nn.functional.pad(mask, (0, q_length - mask.shape[1]))
-            numbers = torch.where(real, numbers, -numbers)
-        mask = numbers
-    return early_exit, mask, None, q_length, kv_length, q_offset, kv_offset
+    early_exit, mask, numbers, q_length, _, q_offset, _ = found
+    if numbers is not None or (is_ours and positions is not None):
+        record_documents()
+    is_flat = positions is not None and positions.dim() == 2 and positions.shape[-1] == q_length
+    if is_ours and is_flat and numbers is None and not early_exit and (mask is None or mask.dim() == 2):
+        separable_documents(positions, mask, q_offset, is_whole=False)
+    return found
 
 
 # 3. Models that do not look attention up by name refuse the names.

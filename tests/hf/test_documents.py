@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from tools.model_pairs import model_pair
 
-from flashmask_hf.hf.documents import document_starts, has_one_document
+from flashmask_hf.hf.call import Call
+from flashmask_hf.hf.documents import document_starts, of_positions
 
 
 def starts(positions, hidden=()):
@@ -67,11 +69,13 @@ def test_one_row_of_positions_serves_every_padding():
     ],
 )
 def test_hidden_tokens_start_no_document(mask, expected):
-    positions = torch.tensor([[0, 0, 0, 1, 2]])
-    assert bool(has_one_document(positions, None if mask is None else torch.tensor(mask))) is expected
+    given = dict(input_ids=torch.ones(1, 5), position_ids=torch.tensor([[0, 0, 0, 1, 2]]))
+    given["attention_mask"] = None if mask is None else torch.tensor(mask)
+    documents = Call(model_pair("llama")[0], (), given).documents
+    assert bool(documents.is_one_per_row()) is expected
 
 
 def test_a_document_whose_first_token_is_hidden_counts():
     positions = torch.tensor([[0, 1, 2, 0, 1, 2]])
-    assert not has_one_document(positions, torch.tensor([[1, 1, 1, 0, 1, 1]]))
-    assert has_one_document(positions, torch.tensor([[1, 1, 1, 0, 0, 0]]))
+    assert not of_positions(positions, torch.tensor([[1, 1, 1, 0, 1, 1]]).bool()).is_one_per_row()
+    assert of_positions(positions, torch.tensor([[1, 1, 1, 0, 0, 0]]).bool()).is_one_per_row()
