@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import itertools
 import platform
 import textwrap
 import time
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -41,41 +41,38 @@ def diagnose(self_test: bool = True) -> bool:
         True if an installed transformers knows the backend and a requested self-test passed.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    for line in (*_versions(), *_gpu(device)):
-        print(line)
-    lines, healthy = _registration()
-    for line in (*lines, *_implementations(device)):
-        print(line)
-    if self_test:
-        for line, passed in _self_test(device):
-            print(line, flush=True)
-            healthy = healthy and passed
-    return healthy
+    _print_versions()
+    _print_gpu(device)
+    healthy = _print_registration()
+    _print_implementations(device)
+    return (_run_self_test(device) and healthy) if self_test else healthy
 
 
-def _versions() -> list[str]:
-    """Return a line for each package."""
-    versions = {"flashmask-hf": flashmask_hf.__version__, "Python": platform.python_version()}
-    versions["torch"] = str(torch.__version__)
-    versions["triton"] = "not installed"
-    if torch_internals.HAS_TRITON:
-        import triton
+def _print(name: str, text: str) -> None:
+    """Print a text behind its name, wrapped."""
+    print(textwrap.fill(text, _WIDTH, initial_indent=f"{name:<14}", subsequent_indent=" " * 14))
 
-        versions["triton"] = triton.__version__
-    for name in ("transformers", "trl", "peft", "accelerate", "datasets"):
+
+def _print_versions() -> None:
+    """Print the version of each package."""
+    _print("flashmask-hf", flashmask_hf.__version__)
+    _print("Python", platform.python_version())
+    triton = importlib.import_module("triton").__version__ if torch_internals.HAS_TRITON else "not installed"
+    _print("triton", triton)  # which may be distributed under another name
+    for name in ("torch", "transformers", "trl", "peft", "accelerate", "datasets"):
         try:
-            versions[name] = importlib.metadata.version(name)
+            _print(name, importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
-            versions[name] = "not installed"
-    return [*(f"{name:<14}{version}" for name, version in versions.items()), *_entry("platform", platform.platform())]
+            _print(name, "not installed")
+    _print("platform", platform.platform())
 
 
-def _gpu(device: torch.device) -> list[str]:
-    """Return lines about the GPU that torch uses, or about its absence."""
+def _print_gpu(device: torch.device) -> None:
+    """Print facts about the GPU that torch uses, or its absence."""
     cuda, hip = torch.version.cuda, torch.version.hip
     build = f"HIP {hip}" if hip else f"CUDA {cuda}" if cuda else "the CPU only"
     if device.type != "cuda":
-        return _entry("GPU", f"no GPU (torch is built for {build})")
+        return _print("GPU", f"no GPU (torch is built for {build})")
     properties = torch.cuda.get_device_properties(device)
     shared = getattr(properties, "shared_memory_per_block_optin", None)
     driver = None if hip else collect_env.get_nvidia_driver_version(collect_env.run)
@@ -87,78 +84,72 @@ def _gpu(device: torch.device) -> list[str]:
         *([] if driver is None else [f"driver {driver}"]),
         f"torch built for {build}",
     ]
-    return _entry("GPU", ", ".join(facts))
+    return _print("GPU", ", ".join(facts))
 
 
-def _registration() -> tuple[list[str], bool]:
-    """Register with transformers; return lines about it, and False if it does not know every name."""
+def _print_registration() -> bool:
+    """Register with transformers, print the result, and return whether an installed transformers knows every name."""
     if importlib.util.find_spec("transformers") is None:
-        text = "transformers is not installed: attention alone; pip install 'flashmask-hf[train]' brings it"
-        return _entry("backend", text), True
+        _print("backend", "transformers is not installed: attention alone; pip install 'flashmask-hf[train]' brings it")
+        return True
     try:
         register()
     except (ImportError, RuntimeError) as error:
-        return _entry("backend", f'transformers does not know "{FLASHMASK}": {error}'), False
+        _print("backend", f'transformers does not know "{FLASHMASK}": {error}')
+        return False
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.utils import generic
+    from transformers.utils.generic import is_flash_attention_requested
 
-    known = apart = False
-    for name in reversed(NAMES):
-        known = name in AttentionInterface() and name in AttentionMaskInterface()
-        apart = not generic.is_flash_attention_requested(requested_attention_implementation=name)
-        if not (known and apart):
-            break
-    text = (
-        f'transformers {"knows" if known else "does not know"} "{name}" and '
-        f"{'tells it apart from' if apart else 'mistakes it for'} FlashAttention"
-    )
-    return _entry("backend", text), known and apart
-
-
-def _implementations(device: torch.device) -> list[str]:
-    """Return a table of implementations by dtype and head_dim, with notes."""
-    choices = {(dtype, n): choose(device, dtype, n, n) for dtype in _DTYPES for n in _HEAD_DIMS}
-    served = {choice.impl for choice in choices.values()}
-    best = next((impl for impl in ("hopper", "triton") if impl in served), None)
-    reasons: list[str] = []
-
-    def cell(dtype: torch.dtype, n: int) -> str:
-        choice = choices[dtype, n]
-        if best is not None and choice.impl == best:
-            return best
-        reason = choice.reason.replace(f"head_dim {n} with values of {n} ", "this head_dim ")
-        if reason not in reasons:
-            reasons.append(reason)
-        return f"{choice.impl or 'raises'} [{reasons.index(reason) + 1}]"
-
-    rows = [("head_dim", *_HEAD_DIMS), *((_short(dtype), *(cell(dtype, n) for n in _HEAD_DIMS)) for dtype in _DTYPES)]
-    lines = [(f"{first:<14}" + "".join(f"{x:<12}" for x in others)).rstrip() for first, *others in rows]
-    return [*lines, *(line for n, reason in enumerate(reasons, 1) for line in _entry("", f"[{n}] {reason}"))]
+    known = set(AttentionInterface()) & set(AttentionMaskInterface())
+    faults = [f'does not know "{name}"' for name in NAMES if name not in known]
+    faults += [
+        f'mistakes "{x}" for FlashAttention'
+        for x in NAMES
+        if is_flash_attention_requested(requested_attention_implementation=x)
+    ]
+    facts = faults or [f'knows "{FLASHMASK}" and tells it apart from FlashAttention']
+    _print("backend", f"transformers {' and '.join(facts)}")
+    return not faults
 
 
-def _self_test(device: torch.device) -> Iterator[tuple[str, bool]]:
-    """Yield lines to print, each with False if it reports a failure."""
-    yield f"self-test on {device.type} against float64: largest error relative to the largest value", True
+def _print_implementations(device: torch.device) -> None:
+    """Print a table of implementations by dtype and head_dim, with the reasons why no better one is taken."""
+    notes: dict[str, str] = {}
+    print((f"{'head_dim':<14}" + "".join(f"{n:<12}" for n in _HEAD_DIMS)).rstrip())
+    for dtype in _DTYPES:
+        line = f"{_short(dtype):<14}"
+        for n in _HEAD_DIMS:
+            choice = choose(device, dtype, n, n)
+            reason = choice.reason.replace(f"head_dim {n} with values of {n} ", "this head_dim ")
+            note = "" if choice.impl == "hopper" else notes.setdefault(reason, f"[{len(notes) + 1}]")
+            line += f"{choice.impl or 'raises'} {note}".ljust(12)
+        print(line.rstrip())
+    for reason, note in notes.items():
+        _print("", f"{note} {reason}")
+
+
+def _run_self_test(device: torch.device) -> bool:
+    """Compare results with the float64 reference, print the errors, and return whether they fit."""
+    print(f"self-test on {device.type} against float64: largest error relative to the largest value")
     if device.type == "cuda":
-        yield "(the time below includes compiling kernels that are not in Triton's cache yet)", True
-    start = time.perf_counter()
+        print("(the time below includes compiling kernels that are not in Triton's cache yet)")
+    start, failed = time.perf_counter(), 0
     cases = {
         "packed documents": masks.causal_document([40, 163, 97], device=device),
         "shared question": masks.share_question([(90, [60, 45]), (50, [30, 25])], device=device),
     }
-    failed = 0
-    for dtype in _TESTED_DTYPES:
-        for case, mask in cases.items():
-            impl = choose(device, dtype, 64, 64).impl
-            try:
-                result, passed = _compare(mask, dtype)
-            except Exception as error:  # whatever a broken installation raises belongs in the report
-                result, passed = f"{type(error).__name__}: {error}", False
-            failed += not passed
-            line = f"{impl}, {_short(dtype)}, {case}: {'ok' if passed else 'FAILED'}, {result}"
-            yield textwrap.shorten(line, _WIDTH, placeholder=" ..."), passed
+    for dtype, (case, mask) in itertools.product(_TESTED_DTYPES, cases.items()):
+        try:
+            result, passed = _compare(mask, dtype)
+        except Exception as error:  # whatever a broken installation raises belongs in the report
+            result, passed = f"{type(error).__name__}: {error}", False
+        failed += not passed
+        impl = choose(device, dtype, 64, 64).impl
+        line = f"{impl}, {_short(dtype)}, {case}: {'ok' if passed else 'FAILED'}, {result}"
+        print(textwrap.shorten(line, _WIDTH, placeholder=" ..."), flush=True)
     seconds = time.perf_counter() - start
-    yield f"self-test: {f'FAILED {failed} of {2 * len(cases)}' if failed else 'ok'}, {seconds:.1f} s", not failed
+    print(f"self-test: {f'FAILED {failed} of {2 * len(cases)}' if failed else 'ok'}, {seconds:.1f} s")
+    return not failed
 
 
 def _compare(mask: FlashMask, dtype: torch.dtype) -> tuple[str, bool]:
@@ -195,8 +186,3 @@ def _results(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: FlashMask, imp
 def _short(dtype: torch.dtype) -> str:
     """Return the name of a dtype without its module."""
     return str(dtype).removeprefix("torch.")
-
-
-def _entry(name: str, text: str) -> list[str]:
-    """Return the wrapped lines of a text behind its name."""
-    return textwrap.wrap(text, _WIDTH, initial_indent=f"{name:<14}", subsequent_indent=" " * 14)

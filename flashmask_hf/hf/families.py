@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import sys
@@ -14,15 +15,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
 from flashmask_hf.names import VECTORS
 
-__all__ = [
-    "FAMILIES",
-    "Family",
-    "family_of",
-    "missing_kernels",
-    "refuse_own_attention",
-    "refuse_unsupported",
-    "splits_four_axes",
-]
+__all__ = ["FAMILIES", "family_of", "missing_kernels", "refuse_own_attention", "refuse_unsupported", "source_of"]
 
 
 class Family(NamedTuple):
@@ -81,12 +74,9 @@ def missing_kernels(config: Any) -> tuple[str, ...] | None:
 
 
 def _can_import(module: str) -> bool:
-    """Return whether a module can be imported."""
-    try:
-        importlib.import_module(module)
-    except Exception:
-        return False
-    return True
+    with contextlib.suppress(Exception):  # whatever a package for another torch raises
+        return bool(importlib.import_module(module))
+    return False
 
 
 @cache
@@ -119,20 +109,15 @@ def refuse_own_attention(model_class: Any, implementation: str) -> None:
     if model_class._supports_attention_backend or model_class._can_set_attn_implementation():
         return
     module = sys.modules[model_class.__module__]
-    if not hasattr(module, "ALL_ATTENTION_FUNCTIONS") and _source_of(module):
+    if not hasattr(module, "ALL_ATTENTION_FUNCTIONS") and source_of(module):
         raise NotImplementedError(
             f"{model_class.__name__} has attention code of its own and does not take "
             f"attn_implementation='{implementation}'; use attn_implementation='eager' for this model"
         )
 
 
-def splits_four_axes(model_class: type) -> bool:
-    """Return whether a model's forward splits positions [4, B, S] into documents and three axes (M-RoPE)."""
-    return "position_ids.shape[0] == 4" in _source_of(model_class.forward)  # type: ignore[attr-defined]
-
-
 @cache
-def _source_of(code: Any) -> str:
+def source_of(code: Any) -> str:
     """Return the source of a module or function, "" if it was written in a notebook or is no Python."""
     try:
         return inspect.getsource(code)

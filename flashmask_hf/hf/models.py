@@ -11,7 +11,7 @@ from torch import nn
 from torch._dynamo import OptimizedModule
 from transformers import PreTrainedModel
 
-from flashmask_hf.hf.families import family_of, missing_kernels, splits_four_axes
+from flashmask_hf.hf.families import family_of, missing_kernels, source_of
 
 __all__ = ["ModelState", "is_compiled", "own_modules", "state_of", "unwrap_peft"]
 
@@ -61,7 +61,7 @@ class ModelState:
         firsts = [0 if part.padding_idx is None else part.padding_idx + 1 for part in _position_tables(model)]
         self.first_position: Any = max(firsts, default=None)
         self.is_bidirectional = any(getattr(part, "is_causal", None) is False for _, part in parts)
-        self.has_axes = splits_four_axes(type(model))
+        self.has_axes = "position_ids.shape[0] == 4" in source_of(type(model).forward)
         self.takes_packed_rows = self.counts_layers = self.is_counted = False
         self.has_answered = self.has_warned = False
         self.rewrites: tuple[Any, ...] = ()

@@ -151,16 +151,10 @@ def warn_of_unread_options(model: PreTrainedModel) -> None:
 
     `save_pretrained` does not save the name of the attention. In evaluation "flashmask_qk" is full attention.
     """
-    if is_compiling():
-        return
     config: Any = model.config
-    unread = [
-        name for name in (HASH, QK) if getattr(config, name, None) is not None and (name == HASH or model.training)
-    ]
-    if not unread or state_of(model).has_warned:
-        return
-    asked = config._attn_implementation
-    if asked in (HASH, QK):
+    asked, names = config._attn_implementation, (HASH, QK) if model.training else (HASH,)
+    unread = [name for name in names if getattr(config, name, None) is not None]
+    if not unread or asked in (HASH, QK) or is_compiling() or state_of(model).has_warned:
         return
     state_of(model).has_warned = True
     warnings.warn(
@@ -172,9 +166,7 @@ def warn_of_unread_options(model: PreTrainedModel) -> None:
 
 def _drop_probability(module: nn.Module, kwargs: dict[str, Any]) -> float:
     """Return the probability of dropping a row: 0 in evaluation, where options may be missing but not wrong."""
-    if not module.training and _given_options(QK, module, kwargs) is None:
-        return 0.0
-    drop = _options(QK, module, kwargs, {"drop": None})["drop"]
+    drop = _options(QK, module, kwargs, {"drop": None if module.training else 0.0})["drop"]
     if not isinstance(drop, (int, float)) or isinstance(drop, bool):
         raise TypeError(f"{QK}['drop'] must be a number, got {type(drop).__name__}")
     if not 0 <= drop <= 1:
@@ -182,29 +174,24 @@ def _drop_probability(module: nn.Module, kwargs: dict[str, Any]) -> float:
     return drop if module.training else 0.0
 
 
-def _given_options(name: str, module: nn.Module, kwargs: dict[str, Any]) -> Any:
-    """Return the options of the call, or else of the config, unchecked."""
-    options = kwargs.get(name)
-    return getattr(getattr(module, "config", None), name, None) if options is None else options
-
-
 def _options(name: str, module: nn.Module, kwargs: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """Return the checked options of the call, else of the config. Default None marks a required option."""
-    given = _given_options(name, module, kwargs)
-    required = next(option for option, default in defaults.items() if default is None)
-    way_out = f"set config.{name} = {{{required!r}: ...}}, or pass {name}={{...}}"
-    given = {} if given is None else given
-    if not isinstance(given, Mapping):
+    """Return the checked options of the call, else of the config. The first is required if its default is None."""
+    given = kwargs.get(name)
+    given = getattr(getattr(module, "config", None), name, None) if given is None else given
+    first = next(iter(defaults))
+    way_out = f"set config.{name} = {{{first!r}: ...}}, or pass {name}={{...}}"
+    if given is not None and not isinstance(given, Mapping):
         raise TypeError(f"{name} must be a dict of options, got {type(given).__name__}; {way_out}")
-    for option in given:
-        if option not in defaults:
-            raise ValueError(f"{name} has no option {option!r}; it takes {', '.join(map(repr, defaults))}")
-    if given.get(required) is None:
+    options = {**defaults, **(given or {})}
+    if len(options) > len(defaults):
+        unknown = next(option for option in options if option not in defaults)
+        raise ValueError(f"{name} has no option {unknown!r}; it takes {', '.join(map(repr, defaults))}")
+    if options[first] is None:
         raise ValueError(
-            f"{name} lacks {required!r}; {way_out} to a call or from_pretrained (inside text_config={{...}} if the "
-            "model has one)"
+            f"{name} lacks {first!r}; {way_out} to a call or from_pretrained (inside text_config={{...}} if the model "
+            "has one)"
         )
-    return {**defaults, **given}
+    return options
 
 
 def _sortable_mask(name: str, layer: LayerMask) -> FlashMask:

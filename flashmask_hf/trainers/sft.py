@@ -17,8 +17,7 @@ from trl.trainer.sft_trainer import SFTTrainer
 from flashmask_hf.collators.dataset import first_row, pack_dataset, unformatted, warn_of_weights
 from flashmask_hf.collators.labels import MASK_COLUMNS
 from flashmask_hf.collators.language_modeling import DataCollatorForPackedLanguageModeling
-from flashmask_hf.hf.packed.router_logits import drop_padding_from_router_logits
-from flashmask_hf.hf.packed.rows import check_compiled, check_layers
+from flashmask_hf.hf.packed.rows import check_compiled, check_layers, drop_padding_from_router_logits
 from flashmask_hf.names import FLASHMASK, IGNORED, VECTORS
 from flashmask_hf.trainers.callbacks import add_callbacks
 from flashmask_hf.trainers.context_parallel import ContextParallelMixin, check_context_parallel, pad_for_parts

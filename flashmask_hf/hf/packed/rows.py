@@ -19,7 +19,7 @@ from flashmask_hf.hf.models import is_compiled, state_of, unwrap_peft
 from flashmask_hf.hf.rewrites import require_flashmask
 from flashmask_hf.names import PACKED_INDEX, VECTORS
 
-__all__ = ["check_compiled", "check_layers", "run_packed"]
+__all__ = ["check_compiled", "check_layers", "drop_padding_from_router_logits", "run_packed"]
 
 _checked: weakref.WeakSet[Any] = weakref.WeakSet()
 """Compiled models every layer of which receives the mask."""
@@ -110,4 +110,29 @@ def _unpack_outputs(backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str
         output.hidden_states = tuple(states.flatten(0, 1)[index] for states in output.hidden_states)
     if output.get("router_logits") is not None:  # of a mixture of experts, [R * S, experts] each
         output.router_logits = tuple(logits[index.flatten().to(logits.device)] for logits in output.router_logits)
+    return output
+
+
+def drop_padding_from_router_logits(model: Any) -> None:
+    """Make a model's backbone return router logits without padding. Repeating it is fine.
+
+    The auxiliary loss of a mixture of experts reads a 2D attention mask, which a packed row does not have.
+
+    Args:
+        model: a transformers model with a head, or a PEFT model around one, not wrapped for distributed training.
+    """
+    backbone = unwrap_peft(model).base_model
+    if _drop_padding not in backbone._forward_hooks.values():
+        backbone.register_forward_hook(_drop_padding, with_kwargs=True)
+
+
+def _drop_padding(backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """Return the output with the router logits, [R * S, experts] per layer, without padding."""
+    vectors = kwargs.get(VECTORS)
+    if vectors is None or kwargs.get("attention_mask") is not None or kwargs.get(PACKED_INDEX) is not None:
+        return None
+    if not isinstance(output, dict) or output.get("router_logits") is None:
+        return None
+    real = (vectors[:, 0, :, 0] > 0).flatten()
+    output["router_logits"] = tuple(logits.flatten(0, -2)[real.to(logits.device)] for logits in output["router_logits"])
     return output
