@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import re
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
@@ -122,11 +123,10 @@ def _distinct_rows(inputs: list[Tensor]) -> tuple[Tensor, Tensor]:
     Returns:
         int64 [kinds] and int64 [batch], on the device of the inputs.
     """
-    table = torch.cat([x.cpu().to(torch.int64) for x in inputs], dim=1).numpy()
-    place: dict[bytes, int] = {}
-    row_of = [place.setdefault(row.tobytes(), len(place)) for row in table]
-    rows = [row_of.index(kind) for kind in range(len(place))]
-    return torch.tensor(rows, device=inputs[0].device), torch.tensor(row_of, device=inputs[0].device)
+    table = torch.cat([x.cpu().to(torch.int64) for x in inputs], dim=1)
+    _, rows, row_of = np.unique(table.numpy(), axis=0, return_index=True, return_inverse=True)
+    device = inputs[0].device
+    return torch.from_numpy(rows).to(device), torch.from_numpy(row_of.reshape(-1)).to(device)
 
 
 def _draws_random_numbers(model: nn.Module) -> bool:
@@ -134,10 +134,8 @@ def _draws_random_numbers(model: nn.Module) -> bool:
 
     Modules in training mode do: dropout, jitter of routers, and NEFTune's noise.
     """
-    for part in model.modules():
-        if part.training:
-            names = [name for name in vars(part) if any(word in name for word in ("drop", "jitter", "noise"))]
-            values = [part.p] if isinstance(part, _DropoutNd) else [getattr(part, name) for name in names]
-            if any(isinstance(value, (int, float)) and value > 0 for value in values):
-                return True
-    return False
+    settings = (item for part in model.modules() if part.training for item in vars(part).items())
+    return any(
+        isinstance(value, (int, float)) and value > 0 and (name == "p" or re.search("drop|jitter|noise", name))
+        for name, value in settings
+    )
