@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from flashmask_hf.hf.call import record_documents
 from flashmask_hf.hf.documents import UNBOUNDED, of_bounds, of_positions
 from flashmask_hf.hf.families import family_of
-from flashmask_hf.hf.layer_mask import TEXT_ONLY, LayerMask, cached_mask, check_hook_result
+from flashmask_hf.hf.layer_mask import LayerMask, cached_mask, check_hook_result
 from flashmask_hf.hf.merge import check_form, supplied_mask
 from flashmask_hf.hf.ranks import vectors_of_local_heads
 from flashmask_hf.mask import FlashMask
@@ -47,7 +47,8 @@ def _check_receiver(module: nn.Module, attention_mask: Tensor | None, causal: bo
     if config is not None and attention_mask is None and not causal:  # a layer of a model that asked for no mask
         raise NotImplementedError(
             f"{VECTORS} reached a layer that is not causal and has no mask of the model's, as in an image tower, "
-            f"whose patches they do not describe; keep it from this backend, for example with {TEXT_ONLY}"
+            "whose patches they do not describe; keep it from this backend, for example with "
+            "attn_implementation={'text_config': 'flashmask', 'vision_config': 'sdpa'}"
         )
 
 

@@ -16,17 +16,13 @@ from flashmask_hf.names import VECTORS
 from flashmask_hf.torch_internals import device_assert, is_capturing, stream_of
 
 __all__ = [
-    "BOUNDS", "TEXT_ONLY", "LayerMask", "cached_mask", "check_hook_result", "hidden_keys", "marked_rows",
-    "mask_of_rows",
+    "BOUNDS", "LayerMask", "cached_mask", "check_hook_result", "hidden_keys", "marked_rows", "mask_of_rows",
 ]  # fmt: skip
 
 _CAPACITY = 64
 """Number of masks that are kept."""
 
 T = TypeVar("T")
-
-TEXT_ONLY = "attn_implementation={'text_config': 'flashmask', 'vision_config': 'sdpa'}"
-"""The way out where one part of a model does not take the backend."""
 
 
 class LayerMask(NamedTuple):
@@ -162,18 +158,12 @@ def _read(rows: Tensor) -> LayerMask:
 
 def check_hook_result(attention_mask: Any) -> None:
     """Raise unless the layer's attention_mask has the form of the hook's columns."""
-    if not isinstance(attention_mask, Tensor) or attention_mask.dtype != torch.int32 or attention_mask.dim() != 4:
-        raise ValueError(_message(attention_mask))
-    if attention_mask.shape[2] not in (1, 4):
-        raise ValueError(_message(attention_mask))
-
-
-def _message(attention_mask: Any) -> str:
-    is_tensor = isinstance(attention_mask, Tensor)
-    got = (
-        f"{attention_mask.dtype} of shape {list(attention_mask.shape)}" if is_tensor else type(attention_mask).__name__
-    )
-    return _REFUSED.format(got)
+    got = type(attention_mask).__name__
+    if isinstance(attention_mask, Tensor):
+        if attention_mask.dtype == torch.int32 and attention_mask.dim() == 4 and attention_mask.shape[2] in (1, 4):
+            return
+        got = f"{attention_mask.dtype} of shape {list(attention_mask.shape)}"
+    raise ValueError(_REFUSED.format(got))
 
 
 def hidden_keys(hooked: Tensor, q_len: int) -> Tensor:

@@ -131,7 +131,7 @@ def mask_hook(
         columns = _evaluate(mask_function, context, q_length, q_offset, implementation)
     else:
         ends_together = not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length
-        columns = _columns_of(visible, kv_length, q_length, q_offset, causal=visible.starts_at_key() and ends_together)
+        columns = _columns_of(visible, kv_length, q_length, q_offset, ends_together)
     columns = _hide_padding(columns, attention_mask, q_length, kv_offset)
     if call is None:
         return columns
@@ -156,15 +156,14 @@ def _supplied_rows(
     check_form(indices, causal, call.config)
     if padding is not None or visible.distances is not None:
         length = indices.shape[2]
-        columns = _columns_of(visible, length, length, 0, causal=visible.starts_at_key())
-        hooked = _hide_padding(columns, padding, length, 0)
+        hooked = _hide_padding(_columns_of(visible, length, length, 0, True), padding, length, 0)
     return supplied_mask(indices.to(device), hooked, causal, window, call.positions, marked_rows)
 
 
-def _columns_of(visible: Rows, kv_length: int, q_length: int, q_offset: int | Tensor, *, causal: bool) -> Tensor:
-    """Return LTS [B or 1, 1, Skv], or if not `causal` LTS, LTE, UTS, UTE [B or 1, 4, Skv], of a traced function."""
+def _columns_of(visible: Rows, kv_length: int, q_length: int, q_offset: int | Tensor, ends_together: bool) -> Tensor:
+    """Return LTS [B or 1, 1, Skv], or LTS, LTE, UTS, UTE [B or 1, 4, Skv] unless causal, of a traced function."""
     hidden_from = (visible.last() - q_offset).clamp(0, q_length).view(-1, kv_length)
-    if causal:
+    if ends_together and visible.starts_at_key():
         return hidden_from.unsqueeze(1)
     hidden_until = (visible.first() - q_offset).clamp(0, q_length).expand_as(hidden_from)
     last, first = torch.full_like(hidden_from, q_length), torch.zeros_like(hidden_from)

@@ -45,7 +45,7 @@ def supplied_mask(
     causal: bool,
     window: int | None,
     position_ids: Tensor | None,
-    form: Callable[[LayerMask], Any] | None = None,
+    form: Callable[[LayerMask], Any] = lambda mask: mask,
 ) -> Any:
     """Return the mask of the caller's mask indices `vectors`, in a window of `window` positions.
 
@@ -60,7 +60,7 @@ def supplied_mask(
     two_sided = not causal
     causal = causal and vectors.shape[-1] < 4
 
-    def build() -> LayerMask:
+    def build() -> Any:
         if window is not None:  # which would cut what is out of range off; other masks are checked with their plan
             # The message does not name the length: a compiler would specialize on the number and compile each length.
             device_assert(
@@ -79,16 +79,12 @@ def supplied_mask(
             _refuse_blocks(hooked)
         mask = FlashMask(vectors.detach() if hooked is None else _hide_padding(vectors, hooked, causal), causal)
         device_assert(tree_positions_fit(mask, position_ids), tree_positions_message(position_ids))
-        return LayerMask(mask) if window is None else apply_window(mask, window, position_ids, two_sided=two_sided)
+        cut = LayerMask(mask) if window is None else apply_window(mask, window, position_ids, two_sided=two_sided)
+        return form(cut)
 
-    def build_form() -> Any:
-        return build() if form is None else form(build())
-
-    sources = [vectors] if hooked is None else [vectors, hooked]
-    if position_ids is not None:
-        sources.append(position_ids)
+    sources = tuple(x for x in (vectors, hooked, position_ids) if x is not None)
     variant = ("supplied", causal, window, two_sided, form)
-    return cached_mask(tuple(sources), variant, build_form, per_forward=hooked is not None)
+    return cached_mask(sources, variant, build, per_forward=hooked is not None)
 
 
 def _refuse_blocks(hooked: Tensor) -> None:
