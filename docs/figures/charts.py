@@ -309,8 +309,6 @@ def convergence_chart(figure: Figure) -> str:
 LINES = {
     "flashmask": (OURS, "o-"),
     "flash_attention_4": (INK, "D--"),
-    "flash_attention_3": (INK, "s--"),
-    "flash_attention_2": (INK, "^--"),
     "flex_attention": (GREY, "s-"),
     "sdpa": (OTHER, "v:"),
 }

@@ -49,20 +49,12 @@ WIDTHS = ("64", "128")  # sizes of heads that sentences speak of
 # ----- numbers
 
 
-def speed(name: str, provider: str, *lengths: str) -> str:
+def speed(provider: str) -> str:
     """Return the range and the mean of speeds over FlexAttention."""
-    rows = [row for row in read(name) if row["head_dim"] in WIDTHS and row["length"] in lengths]
+    rows = [row for row in read("attention_h200") if row["head_dim"] in WIDTHS and row["length"] in ("8192", "32768")]
     found = ratios(rows, "both_tflops", provider, "flex_attention", "mask", "length", "head_dim")
     mean = statistics.geometric_mean(found)
     return f"{min(found):.2f} to {max(found):.2f} times as fast (geometric mean {mean:.2f})"
-
-
-def change(column: str) -> str:
-    """Return how much less time flashmask takes than cuDNN's SDPA."""
-    rows = [row for row in read("attention_h200") if row["head_dim"] in WIDTHS]
-    found = ratios(rows, column, "flashmask", "cudnn", "mask", "length", "head_dim")
-    low, high = (round(100 * (1 - ratio)) for ratio in (max(found), min(found)))
-    return f"{low} to {high}% less"
 
 
 def first_call(cache_state: str) -> str:
@@ -242,24 +234,23 @@ def short() -> str:
 def masks_made() -> str:
     """What a mask costs before the first tile: its plan, beside FlexAttention's block mask."""
     plans, rows = read("plan_h200"), timed(select(read("attention_h200"), head_dim="128"))
+    rows = [row for row in rows if row["length"] in ("8192", "32768", "131072") and float(row["mask_mib"])]
 
-    def graph(rows: list[Row]) -> str:
-        times = [float(row["graph_us"]) for row in select(plans, length=rows[0]["length"])]
+    def graph(line: list[Row]) -> str:
+        times = [float(row["graph_us"]) for row in select(plans, length=line[0]["length"])]
         return f"{min(times):.0f} to {max(times):.0f} us"
 
-    def host(provider: str, rows: list[Row]) -> str:
-        times = [float(row["mask_ms"]) for row in select(rows, provider=provider) if float(row["mask_mib"])]
-        return f"{min(times):.1f} to {max(times):.1f} ms"
-
-    def memory(provider: str, rows: list[Row]) -> str:
-        return f"{max(float(row['mask_mib']) for row in select(rows, provider=provider)):.2f} MiB"
+    def host(provider: str, line: list[Row]) -> str:
+        times, sizes = zip(
+            *((float(x["mask_ms"]), float(x["mask_mib"])) for x in select(line, provider=provider)), strict=True
+        )
+        return f"{min(times):.1f} to {max(times):.1f} ms, {max(sizes):.2f} MiB"
 
     made = {"flashmask": "plan, with the host", "flex_attention": "FlexAttention's mask", "cudnn_flex": "cuDNN's plan"}
     columns: Columns = {"tokens": "{length:,.0f}", "plan, on the GPU": graph}
-    for name in _there(rows, list(made)):
-        columns |= {made[name]: partial(host, name), "memory" + " " * (len(columns) > 3): partial(memory, name)}
-    lines = groups([row for row in rows if row["length"] in ("8192", "32768", "131072")], "length")
-    return table(plans, lines, columns, f"{ATTENTION} plan", "12 masks, once per batch, for all layers and passes")
+    columns |= {made[name]: partial(host, name) for name in _there(rows, list(made))}
+    shape = "12 masks, once per batch, for all layers and passes"
+    return table(plans, groups(rows, "length"), columns, f"{ATTENTION} plan", shape)
 
 
 # ----- training
@@ -366,23 +357,22 @@ def profile() -> str:
     def title(case: Row) -> str:
         return f"{_model([case])}, {int(case['length']):,}{', compiled' * ('compiled' in case['setting'])}"
 
-    def share(kind: str, case: list[Row]) -> float:
-        return sum(float(row["share"]) for row in case if row["kind"] == kind)
+    def share(kinds: Sequence[str], case: list[Row]) -> float:
+        return sum(float(row["share"]) for row in case if row["kind"] in kinds)
 
-    kinds = list(dict.fromkeys(row["kind"] for row in rows if row["kind"] != "idle"))
-    large = [kind for kind in kinds if max(share(kind, case) for case in cases) >= 0.02]
-    large.sort(key=lambda kind: -sum(share(kind, case) for case in cases))
+    kinds = [kind for kind in dict.fromkeys(row["kind"] for row in rows) if kind != "idle"]
+    large = [kind for kind in kinds if max(share([kind], case) for case in cases) >= 0.02]
+    large.sort(key=lambda kind: -sum(share([kind], case) for case in cases))
+    shown = {kind: [kind] for kind in large} | {"all else": list(set(kinds) - set(large)), "idle": ["idle"]}
 
     def shares(case: list[Row], line: list[Row]) -> str:
-        kind = line[0]["kind"]
-        if kind == "a step":
+        if line[0]["kind"] == "a step":
             return f"{float(case[0]['step_milliseconds']):,.0f} ms"
-        summed = [one for one in kinds if one not in large] if kind == "all else" else [kind]
-        return f"{sum(share(one, case) for one in summed):.1%}"
+        return f"{share(shown[line[0]['kind']], case):.1%}"
 
     columns: Columns = {"": "{kind}"}
     columns |= {title(case[0]): partial(shares, case) for case in cases}
-    lines = [[{"kind": kind}] for kind in ("a step", *large, "all else", "idle")]
+    lines = [[{"kind": kind}] for kind in ("a step", *shown)]
     work = "kernels, copies and fills of the GPU, which is idle for the rest, rows of 1 to 10 documents, random weights"
     return table(rows, lines, columns, "benchmarks/step_profile.py --shape SHAPE", work)
 
@@ -411,18 +401,15 @@ def parallel() -> str:
         found = [cell("{exchange_share:.1%}", provider=name)(rows) for name in ("heads", "keys")]
         return " and ".join(share for share in found if share)
 
-    rate = f"{{{RATE}:,.0f}}"
     columns: Columns = {
         "shape of Llama": lambda rows: size_of(rows[0]),
         "tokens per row": "{tokens:,.0f}",
         "documents": "{documents}",
-        "heads, tokens/s": cell(rate, provider="heads"),
-        "keys, tokens/s": cell(rate, provider="keys"),
-        "a row on each GPU, tokens/s": cell(rate, provider="whole"),
-        "torch's context parallelism with SDPA, tokens/s": cell(rate, provider="sdpa_cp"),
-        "share of the exchange in a step, heads and keys": shares,
-        "peak of a GPU": cell("{peak_gib:.0f} GiB", provider="heads"),
     }
+    rate = partial(cell, f"{{{RATE}:,.0f}}")
+    columns |= {f"{name_of(x)}, tokens/s": rate(provider=x) for x in ("heads", "keys", "whole", "sdpa_cp")}
+    columns["share of the exchange in a step, heads and keys"] = shares
+    columns["peak of a GPU"] = cell("{peak_gib:.0f} GiB", provider="heads")
     command = "benchmarks/parallel.py --shape SHAPE --tokens TOKENS --documents DOCUMENTS"
     shape = "forward and backward of all weights, FSDP2, gradient checkpointing"
     return table(read("parallel_h200"), ["shape", "tokens", "documents"], columns, command, shape)
@@ -546,12 +533,8 @@ TEXTS: dict[str, Callable[[], str]] = {function.__name__.replace("_", "-"): func
     "dpo-gain": partial(headline, "DPO"),
     "reward-gain": partial(headline, "reward model"),
     "grpo-gain": partial(headline, "GRPO"),
-    "flex": partial(speed, "attention_h200", "flashmask", "8192", "32768"),
-    "flex-portable": partial(speed, "attention_h200", "flashmask_triton", "8192", "32768"),
-    "flex-128k": partial(speed, "attention_h200", "flashmask", "131072"),
-    "flex-grouped": partial(speed, "attention_gqa_h200", "flashmask", "8192", "32768"),
-    "cudnn-forward": partial(change, "forward_ms"),
-    "cudnn-backward": partial(change, "backward_ms"),
+    "flex": partial(speed, "flashmask"),
+    "flex-portable": partial(speed, "flashmask_triton"),
     "first-call": partial(first_call, "empty"),
     "cached-call": partial(first_call, "full"),
 }
