@@ -42,7 +42,7 @@ from flashmask_hf import FlashMask, masks
 OURS, ALSO_OURS, INK = "#3f6b8f", "#8fb0c9", "#4a4a4a"
 GREY, OTHER, LIGHT = "#8f8a81", "#b3ada3", "#d3cfc7"
 GREYS = {"flash_attention": INK, "fa4": INK, "cudnn": GREY, "flex": GREY, "whole": "white"}  # other peers are light
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.size": 11,
     "text.color": INK,
     "axes.labelcolor": INK,
