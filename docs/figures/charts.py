@@ -22,12 +22,11 @@ from results import (
     TASKS,
     Row,
     common_length,
+    comparable,
     fastest,
-    fine_tuning,
     gain,
     groups,
     name_of,
-    preferences,
     read,
     read_all,
     select,
@@ -84,12 +83,15 @@ def color_of(provider: str) -> str:
 
 
 def headlines() -> dict[str, tuple[str, list[Row]]]:
-    """Return the conditions and the rows of each task's speed over the fastest other way."""
-    sft, long = fine_tuning(), {"length": "32768"}
-    rows = {"SFT": select(sft, shape="llama-3.2-1b", task="sft", **long)}
-    rows |= {"LoRA": select(sft, shape="llama-3.1-8b", **long)}
-    rows |= {"DPO": select(preferences("dpo"), **long), "reward model": select(preferences("reward"), **long)}
-    found = {task: (f"{size_of(found[0])}, rows of {int(found[0]['length']):,}", found) for task, found in rows.items()}
+    """Return the conditions of each task's speed over the fastest other way, and its rows, which are of one run."""
+    rows = {
+        task: select(read_all("settings_*"), shape=f"llama-{x}") for task, x in (("SFT", "3.2-1b"), ("LoRA", "3.1-8b"))
+    }
+    rows |= {TASKS[task]: read_all(f"alignment_{task}_*") for task in ("dpo", "reward")}
+    found: dict[str, tuple[str, list[Row]]] = {}
+    for task, run in rows.items():
+        length = common_length(run)
+        found[task] = f"{size_of(run[0])}, rows of {int(length):,}", select(run, length=length)
     case = {"groups": "4", "generations": "8", "prompt": "1024", "completion": "256", "compiled": "off"}
     return found | {"GRPO": (f"1B, update, {case_of(case)}", select(updates(), model="llama-3.2-1b", **case))}
 
@@ -147,8 +149,8 @@ def rates_chart(figure: Figure, tasks: Sequence[str]) -> str:
     for task in tasks:
         conditions, rows = headlines()[task]
         group = bars[f"{task}\n{conditions}"] = {}
-        for row in sorted(timed(rows), key=lambda row: -float(row[RATE])):
-            setting = row.get("setting", "eager").replace("+", ", ").replace("eager", "")
+        for row in comparable(rows):
+            setting = row["setting"].replace("+", ", ").replace("eager", "")
             text = f"{{{RATE}:,.0f}}  {name_of(row['implementation'])}{f' ({setting})' if setting else ''}"
             group.setdefault(row["implementation"], (float(row[RATE]), text.format_map(row)))
         says.append(f"{task} {gain(rows):.2f}x")

@@ -81,26 +81,6 @@ def trained(rows: Iterable[Row]) -> list[Row]:
     return [row for row in timed(rows) if row["peak_gib"] and row.get("steps") != "0"]
 
 
-def fine_tuning() -> list[Row]:
-    """Return the rows of SFT and LoRA: all settings, or the plain one of `row_lengths_*.csv` where only it was run."""
-    return with_settings([row for row in read_all("row_lengths_*") if row["task"] in ("sft", "lora")])
-
-
-def with_settings(older: Iterable[Row]) -> list[Row]:
-    """Return the rows of `settings_*.csv`, and those older rows whose model and length are not among them."""
-    found = read_all("settings_*")
-    cases = {(row["shape"], row["task"], row["length"]) for row in found}
-    return found + [row for row in older if (row["shape"], row["task"], row["length"]) not in cases]
-
-
-def preferences(task: str) -> list[Row]:
-    """Return the rows of DPO or of reward models, 1B: this package, and stock TRL."""
-    rows = read_all(f"alignment_{task}_*")
-    if not any("flash_attention" in row["implementation"] for row in rows):
-        rows += select(read_all("row_lengths_1b_*"), task=task, implementation="flash_attention_4")
-    return rows
-
-
 def updates() -> list[Row]:
     """Return the rows of updates of GRPO under the names of `training.py`; peers run the padded batch."""
     rows = read_all("grpo_*")
@@ -113,9 +93,17 @@ def updates() -> list[Row]:
     ]
 
 
+def comparable(rows: Iterable[Row]) -> list[Row]:
+    """Return the rows with rates, the fastest first, plain or in settings that a peer has run, attention kept or not."""
+    measured = sorted(timed(rows), key=lambda row: -float(row[RATE]))
+    peers = {"eager"} | {row["setting"] for row in measured if not row["implementation"].startswith("flashmask")}
+    plain = {"kept": "eager", "kept+liger": "liger", "compiled+kept": "compiled"}
+    return [row for row in measured if plain.get(row["setting"], row["setting"]) in peers]
+
+
 def fastest(rows: Iterable[Row]) -> tuple[Row, Row]:
     """Return the fastest row of flashmask, and the fastest one that is not of this package."""
-    measured = sorted(timed(rows), key=lambda row: -float(row[RATE]))
+    measured = comparable(rows)
     others = (row for row in measured if not row["implementation"].startswith("flashmask"))
     return select(measured, implementation="flashmask")[0], next(others)
 
@@ -129,7 +117,7 @@ def gain(rows: Iterable[Row]) -> float:
 def common_length(rows: Sequence[Row]) -> str:
     """Return the longest row at which all implementations that ever ran have figures."""
     ran = trained(rows)
-    cases = {case[0]["length"]: len(case) for case in groups(ran, "length")}
+    cases = {case[0]["length"]: len({row["implementation"] for row in case}) for case in groups(ran, "length")}
     return max((length for length, count in cases.items() if count == max(cases.values())), key=int)
 
 

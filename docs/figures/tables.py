@@ -17,12 +17,10 @@ from results import (
     cell,
     common_length,
     fastest,
-    fine_tuning,
     gain,
     groups,
     name_of,
     number,
-    preferences,
     ratios,
     read,
     read_all,
@@ -34,7 +32,6 @@ from results import (
     trained,
     updates,
     width_of,
-    with_settings,
 )
 
 from flashmask_hf import masks
@@ -295,7 +292,7 @@ def _beside(title: str) -> Columns:
 
 def fast_settings() -> str:
     """The fastest setting of fine-tuning by model and length of a row, beside the fastest other way."""
-    lines = _lines(fine_tuning(), "shape", "task", "length")
+    lines = _lines(read_all("settings_*"), "shape", "task", "length")
     lines.sort(key=lambda line: (line[0]["shape"], line[0]["task"], int(line[0]["length"])))
     columns = {"model": _model, "tokens per row": "{length:,.0f}", **_beside("fastest other way, tokens/s")}
     return table(lines[0], lines, columns, f"{TRAINING} settings --lengths LENGTHS --shapes SHAPE", WORK)
@@ -303,8 +300,10 @@ def fast_settings() -> str:
 
 def settings() -> str:
     """Fine-tuning with flashmask by setting."""
-    rows = with_settings([*read("training_kept_h200"), *read("training_compiled_h200")])
-    rows = select(rows, implementation="flashmask")
+    found, older = read_all("settings_*"), [*read("training_kept_h200"), *read("training_compiled_h200")]
+    cases = {(row["shape"], row["length"]) for row in found}
+    rows = select(found, implementation="flashmask")
+    rows += [row for row in select(older, implementation="flashmask") if (row["shape"], row["length"]) not in cases]
     columns: Columns = {"model": _model, "tokens per row": "{length:,.0f}"}
     figures = partial(cell, f"{{{RATE}:,.0f}} / {{peak_gib:.1f}}")
     columns |= {words: figures(setting=name) for name, words in SETTINGS.items() if select(rows, setting=name)}
@@ -316,7 +315,7 @@ def settings() -> str:
 
 def alignment() -> str:
     """DPO and reward models beside stock TRL."""
-    lines = _lines([*preferences("dpo"), *preferences("reward")], "task", "length")
+    lines = _lines(read_all("alignment_*"), "task", "length")
     columns: Columns = {"task": lambda line: TASKS[line[0]["task"]], "tokens per row": "{length:,.0f}"}
     columns |= _beside("fastest of stock TRL, tokens/s")
     shape = f"{SHAPE}, 2 answers and a reference model (DPO), 6 answers (reward), answers of 10% to 20% of their "
