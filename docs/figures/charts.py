@@ -102,13 +102,7 @@ def case_of(row: Mapping[str, str]) -> str:
 
 
 def draw_bars(figure: Figure, bars: Bars, line: str = "") -> None:
-    """Draw horizontal bars: the groups from the top down, the providers of a group below each other.
-
-    Args:
-        figure: what to draw on.
-        bars: the groups.
-        line: what a line at 1 stands for, or "" for no line.
-    """
+    """Draw horizontal bars, the groups from the top down, and a line at 1 if `line` says what it stands for."""
     figure.set_size_inches(6.4, 0.27 * (sum(map(len, bars.values())) + 0.7 * len(bars)) + 0.8)
     axes, place, ticks = figure.add_subplot(), 0.0, []
     for group in bars.values():

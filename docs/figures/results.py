@@ -94,7 +94,7 @@ def updates() -> list[Row]:
 
 
 def comparable(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows with rates, the fastest first, plain or in settings that a peer has run, attention kept or not."""
+    """Return the rows with rates, fastest first, plain or in a setting that a peer has run, attention kept or not."""
     measured = sorted(timed(rows), key=lambda row: -float(row[RATE]))
     peers = {"eager"} | {row["setting"] for row in measured if not row["implementation"].startswith("flashmask")}
     plain = {"kept": "eager", "kept+liger": "liger", "compiled+kept": "compiled"}

@@ -300,10 +300,9 @@ def fast_settings() -> str:
 
 def settings() -> str:
     """Fine-tuning with flashmask by setting."""
-    found, older = read_all("settings_*"), [*read("training_kept_h200"), *read("training_compiled_h200")]
-    cases = {(row["shape"], row["length"]) for row in found}
-    rows = select(found, implementation="flashmask")
-    rows += [row for row in select(older, implementation="flashmask") if (row["shape"], row["length"]) not in cases]
+    rows = select(read_all("settings_*"), implementation="flashmask")
+    lengths = {row["length"] for row in select(rows, shape="llama-3.2-1b")}
+    rows += [row for row in read("training_kept_h200") if row["length"] not in lengths]
     columns: Columns = {"model": _model, "tokens per row": "{length:,.0f}"}
     figures = partial(cell, f"{{{RATE}:,.0f}} / {{peak_gib:.1f}}")
     columns |= {words: figures(setting=name) for name, words in SETTINGS.items() if select(rows, setting=name)}
