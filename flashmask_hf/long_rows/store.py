@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from flashmask_hf._numbers import as_integer
+from flashmask_hf.kernels.launch.tensor_layout import layout_of
 
 if TYPE_CHECKING:
     Event = torch.cuda.Event | torch.Event
@@ -255,10 +256,10 @@ class Saved:
         """Start the copy into blocks of host memory; `release` then frees the tensors on the device."""
         assert self._tensors is not None
         device = self._tensors[0].device
-        self._blocks, self._pool, self._device = blocks, store, device
+        self._blocks, self._pool = blocks, store
         # References keep other storages from these addresses, which identify tensors.
         self._storages = [StorageWeakRef(x.untyped_storage()) for x in self._tensors]
-        self._layouts = [(x.shape, x.stride(), x.dtype) for x in self._tensors]
+        self._layouts = [layout_of(x) for x in self._tensors]
         self._copies = self._compute = None
         if device.type == "cuda":
             # Autograd runs the layer's backward on this stream, too.
@@ -284,10 +285,7 @@ class Saved:
         """Start the copy back to the device, if the tensors are only on the host."""
         if self._tensors is None:
             with torch.cuda.stream(self._compute):  # its order then decides when the memory is free
-                self._tensors = tuple(
-                    torch.empty_strided(shape, stride, dtype=dtype, device=self._device)
-                    for shape, stride, dtype in self._layouts
-                )
+                self._tensors = tuple(layout.allocator()() for layout in self._layouts)
             self._copy(to_host=False)
             self._versions = [x._version for x in self._tensors]
 

@@ -72,32 +72,30 @@ def tile_tokens(model: nn.Module, tokens: int = 8192) -> list[str]:
     if not any(_is_gated_mlp(module) for module in found.values()):
         warnings.warn(f"only norms are tiled: {missing}", stacklevel=2)
     for module in found.values():
-        forward: Any = module.__dict__.get("forward")  # a patch of this instance, or tiles of an earlier call
-        _tile(module, forward.args[1] if _is_tiled(forward) else forward, tokens)
+        forward: Any = module.__dict__.get("forward")
+        if _is_tiled(forward):  # by an earlier call
+            module.__dict__["forward"] = forward.args[1]
     holder = common_module(model, list(found))
     hooks = holder._forward_pre_hooks
-    for key in [key for key, hook in hooks.items() if getattr(hook, "func", None) is _tile_patches]:
+    for key in [key for key, hook in hooks.items() if getattr(hook, "func", None) is _tile]:
         del hooks[key]
-    holder.register_forward_pre_hook(functools.partial(_tile_patches, list(found.values()), tokens))
+    tile = functools.partial(_tile, list(found.values()), tokens)
+    holder.register_forward_pre_hook(tile)  # for patches that come later
+    tile()
     return list(found)
-
-
-def _tile(module: nn.Module, forward: Callable[..., Any] | None, tokens: int) -> None:
-    """Make a module run `forward` (None: its class's) in tiles."""
-    # A partial can be pickled, and a deep copy of the module contains its copy.
-    module.forward = functools.partial(_forward, module, forward, tokens)
 
 
 def _is_tiled(forward: Any) -> bool:
     return isinstance(forward, functools.partial) and forward.func is _forward
 
 
-def _tile_patches(modules: list[nn.Module], tokens: int, *_: Any) -> None:
-    """Tile modules again whose forward was replaced after `tile_tokens`."""
+def _tile(modules: list[nn.Module], tokens: int, *_: Any) -> None:
+    """Make modules run their forward, or a patch of it, in tiles."""
     for module in modules:
-        forward = module.__dict__.get("forward")
-        if not _is_tiled(forward):
-            _tile(module, forward, tokens)
+        patch = module.__dict__.get("forward")
+        if not _is_tiled(patch):
+            # A partial can be pickled, and a deep copy of the module contains its copy.
+            module.forward = functools.partial(_forward, module, patch, tokens)
 
 
 def _is_gated_mlp(module: nn.Module) -> bool:
