@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from flashmask_hf import torch_internals
-from flashmask_hf._call.arguments import Arguments, check_arguments
+from flashmask_hf._call.arguments import Arguments, Inputs, check_arguments
 from flashmask_hf._call.implementations import Implementation, Run, choose
 from flashmask_hf.kernels.launch.problem import Problem, problem_of
 from flashmask_hf.kernels.launch.tensor_layout import layout_of
@@ -113,13 +113,9 @@ class Call:
     def backward(
         self,
         dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
+        inputs: Inputs,
         lse: Tensor,
         delta: Tensor | tuple[Tensor, Tensor | None],
-        indices: Tensor,
         plan: Plan,
         orders: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -128,6 +124,7 @@ class Call:
         `dout` [B, Hq, Sq, Dv] is the gradient of the output, and `delta` as in `Implementation`. `orders`, int32
         [B, Hq, Sq] and [B, Hkv, Skv], put the rows of dq, and of dk and dv, in an order.
         """
+        q, k, v, sinks, indices = inputs
         tensors: tuple[Any, ...] = (dout, q, k, v, lse, delta, indices, plan)
         if orders is not None:
             tensors = (*tensors, orders)

@@ -136,23 +136,23 @@ def _save(
     """Save what the backward reads; the shared plan bypasses hooks on saved tensors."""
     ctx.plan, ctx.options = plan, options
     ctx.set_materialize_grads(False)  # lse seldom has a gradient
-    ctx.save_for_backward(q, k, v, sinks, *output, indices)
+    ctx.save_for_backward(q, k, v, sinks, indices, *output)
 
 
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     """Return the gradients of q, k, v and sinks, given the gradients of the forward's results."""
     if dout is None and dlse is None:
         return ()
-    q, k, v, sinks, out, lse, indices = ctx.saved_tensors  # read once: checkpointing unpacks a saved tensor only once
+    *inputs, out, lse = ctx.saved_tensors  # read once: checkpointing unpacks a saved tensor only once
     dout = torch.zeros_like(out) if dout is None else dout
     call = ctx.run if isinstance(ctx.run, Call) else None
     # With create_graph=True the operator raises that there are no second derivatives.
     if call is None or torch.is_grad_enabled() or torch_internals.is_intercepted(dout, dlse):
         causal, arguments = ctx.options if call is None else (call.causal, call.arguments)
-        found = flash_attn_backward(dout, dlse, out, lse, q, k, v, sinks, indices, *ctx.plan, causal, *arguments)
+        found = flash_attn_backward(dout, dlse, out, lse, *inputs, *ctx.plan, causal, *arguments)
     else:
-        found = call.backward(dout, q, k, v, sinks, lse, (out, dlse), indices, ctx.plan)
-    return found[:3] if sinks is None else found
+        found = call.backward(dout, inputs, lse, (out, dlse), ctx.plan)
+    return found[:3] if inputs[3] is None else found
 
 
 _DERIVATIVE = Derivative(_save, _differentiate)
@@ -204,9 +204,8 @@ def flash_attn_backward(
     `dout` [B, Hq, Sq, Dv] and `dlse` [B, Hq, Sq] or None are the gradients of the forward's results. The other
     arguments are as in the forward.
     """
-    q, k, v, sinks, indices = inputs
     call = resolve_operator(*inputs, causal, arguments)
-    dq, dk, dv, dsinks = call.backward(dout, q, k, v, sinks, lse, (out, dlse), indices, plan)
+    dq, dk, dv, dsinks = call.backward(dout, inputs, lse, (out, dlse), plan)
     return dq, dk, dv, lse.new_empty(0) if dsinks is None else dsinks
 
 

@@ -74,7 +74,7 @@ class Offload(Store):
         holder = common_module(model, list(named))
         for key in [key for key, hook in holder._forward_pre_hooks.items() if isinstance(hook, Offload)]:
             del holder._forward_pre_hooks[key]  # the model is a copy, with a copy of its original's
-        self._hook = holder.register_forward_pre_hook(self)
+        self._hook = holder.register_forward_pre_hook(self)  # pyright: ignore[reportArgumentType]
         _offloaded.update(modules)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Offload:

@@ -183,7 +183,7 @@ def _attend(inputs: Inputs, places: Places, given: Arguments) -> Tensor:
     q, k, v, sinks, columns = inputs
     mask = FlashMask(columns, causal=False, q_len=q.shape[2])
     call = resolve(q, k, v, mask, sinks, given)
-    inputs = (*call.cast(q, k, v), sinks, columns)
+    tensors = (*call.cast(q, k, v), sinks, columns)
     if call.decodes:
-        return flash_attn_sparse_decode(*inputs, *places, *call.arguments)
-    return flash_attn_sparse_forward(*inputs, *plan_of(mask, q.shape[2]), *places, *call.arguments)[0]
+        return flash_attn_sparse_decode(*tensors, *places, *call.arguments)
+    return flash_attn_sparse_forward(*tensors, *plan_of(mask, q.shape[2]), *places, *call.arguments)[0]

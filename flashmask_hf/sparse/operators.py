@@ -190,11 +190,10 @@ def flash_attn_sparse_backward(
     `dout` [B, Hq, Sq, Dv] is the gradient of `out`. The other arguments are arguments and results of the forward: q, k,
     v and lse sorted, `out`, `dout` and the gradients not. Dropped rows have gradient 0.
     """
-    q, k, v, sinks, indices = inputs
     orders = places.q_order, places.k_order
     dout, delta = gather_upstream(dout, out, places.q_order, places.q_kept, lse.dtype)
     call = resolve_operator(*inputs, False, arguments)
-    dq, dk, dv, dsinks = call.backward(dout, q, k, v, sinks, lse, delta, indices, plan, orders)
+    dq, dk, dv, dsinks = call.backward(dout, inputs, lse, delta, plan, orders)
     return dq, dk, dv, lse.new_empty(0) if dsinks is None else dsinks
 
 

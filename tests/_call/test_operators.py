@@ -236,7 +236,7 @@ def test_a_gradient_of_lse_that_is_not_there_is_not_made_up(monkeypatch: pytest.
     backward = Call.backward
 
     def spy(call: Call, *args: object) -> object:
-        deltas.append(args[6])
+        deltas.append(args[3])
         return backward(call, *args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Call, "backward", spy)
