@@ -36,24 +36,24 @@ What works with `attn_implementation="flashmask"` per model family: the `model_t
 |---|---|
 | no / right / left padding | two rows; a 2D `attention_mask` hides three tokens of a row. One outcome counts for all |
 | packed | two documents in one row, with restarting `position_ids` alone |
-| mask indices | the same row with `startend_row_indices` of its documents, causal except for encoders |
+| mask indices | the same row with `startend_row_indices`, causal except for encoders |
 
 | outcome | meaning |
 |---|---|
 | yes | equal to eager attention, and to each document run by itself, in evaluation, training and cached generation |
 | raises | raises the error of the [note](#notes) |
-| not called | no layer looks up its attention by name, so `attn_implementation` changes nothing |
-| untested | eager attention, the reference, cannot run it (see the note) |
+| not called | no layer looks up its attention by name: `attn_implementation` changes nothing |
+| untested | eager attention cannot run it (see the note) |
 | - | does not apply: images have no padding; `position_ids` alone mark documents only in causal models that take them |
 
 `generate: raises` is the outcome of generation; the other modes have the first outcome. No cell differs from eager
 attention without an error.
 
-Text towers are the language models inside vision-language models. A tower that is a family itself (as in LLaVA, whose
-tower may be any family) is listed once.
+Text towers are the language models inside vision-language models; one that is a family itself, as in LLaVA, is listed
+once.
 
-Models with recurrent or convolutional layers raise here for rows with several documents, in any trainer. On a GPU with
-transformers 5.23, kernels that read document boundaries make such rows work:
+Models with recurrent or convolutional layers raise for rows with several documents. On a GPU with transformers 5.23,
+kernels that read document boundaries make such rows work:
 
 | kernels | families |
 |---|---|
@@ -78,15 +78,14 @@ Logits at real tokens (hidden states of models without a head) and, in training,
 within 1e-4 of the largest entry. Modes:
 
 - evaluation: one forward, with `use_cache=False` for packed rows and mask indices.
-- training: the same forward, then one backward.
+- training: the same forward and a backward.
 - generation, except for encoders: three tokens from `generate`. Packed rows, mask indices and towers without
-  `generate` instead run three given tokens through the cache. These continue the last document: a 2D `attention_mask`
-  hides the others. With mask indices `generate` must raise, because they do not cover the new tokens.
+  `generate` instead continue the last document by three given tokens in the cache. With mask indices `generate` must
+  raise, because they do not cover the new tokens.
 
-transformers 5.24 with torch 2.14 changes these outcomes: codegen and gptj work; falcon_mamba, mamba and mamba2 also
-raise in generation for mask indices. Its new families: apertus1p5_text, exaone, omniasr, sarvam_mla and sarvam_moe
-work; lara_mini works but raises for packed rows and mask indices; hy_v4_vl_text and inkling2_loop_text raise; dory is
-not tested.
+With transformers 5.24 and torch 2.14, codegen and gptj work; falcon_mamba, mamba and mamba2 also raise in generation
+for mask indices. Of its new families, apertus1p5_text, exaone, omniasr, sarvam_mla and sarvam_moe work, lara_mini except
+for packed rows and mask indices; hy_v4_vl_text and inkling2_loop_text raise; dory is not tested.
 """
 
 

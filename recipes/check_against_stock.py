@@ -5,8 +5,8 @@ r"""Train with TRL's trainer and with this package's on one model and its data, 
     python recipes/check_against_stock.py sft --model_name_or_path Qwen/Qwen3-0.6B --dataset_name trl-lib/Capybara \
         --max_length 2048 --truncation_mode keep_start --use_peft
 
-Flags and configuration files are those of the recipe of that name; `FLAGS` are other defaults. TRL's trainer attends by
-SDPA and gets the documents of a packed row as a padded batch; in GRPO, one seed draws the completions of both. The
+Takes the flags and configuration files of the recipe of that name; `FLAGS` are other defaults. TRL's trainer runs SDPA
+and gets the documents of a packed row as a padded batch; in GRPO, one seed draws the completions of both. The
 program exits with 1 if losses, or gradient norms relative to TRL's, differ by more than `BOUND` (with `--bf16` by more
 than `BOUND_BF16`).
 """

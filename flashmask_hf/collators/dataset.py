@@ -255,7 +255,7 @@ def _pack_table(table: pa.Table, indices: Sequence[int], **options: Any) -> pa.T
     rows = zip(*(column.to_numpy() for column in table.columns), strict=True)
     try:
         return _pack([dict(zip(table.column_names, row, strict=True)) for row in rows], names, **options)
-    except TypeError:  # missing integers make the others of a column floats: name what is wrong
+    except TypeError:  # a missing integer turns its column into floats: name the wrong example
         return _pack(table.to_pylist(), names, **options)
 
 

@@ -84,7 +84,7 @@ def _window_of(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
         layer_type = types[layer] if types and layer is not None else None
     if layer_type == "chunked_attention":
         raise NotImplementedError(
-            f"{VECTORS} on a layer of chunked attention need position_ids to tell its chunks, which this model does "
+            f"{VECTORS} on a layer of chunked attention need position_ids to find its chunks, which this model does "
             "not hand to its layers; use attention_mask, or position_ids that start again with each document"
         )
     if not reads_window:

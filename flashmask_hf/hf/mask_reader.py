@@ -142,7 +142,7 @@ class _Nothing(_Symbol):
 class _Number(_Symbol):
     """An index, its value in a table, or a distance, plus `shift`, less `origin`, divided by `size`.
 
-    A table with which the function calculates is assumed to hold positions in documents, which count on by one;
+    A table with which the function calculates is assumed to hold positions in documents, which grow by one;
     `Rows` asserts it.
 
     Attributes:
@@ -313,7 +313,7 @@ class Rows(_Symbol):
         end: int64, as `start`.
         distances: lo and hi of a mask in which tokens of a block see each other besides, or None.
         joined: bool [B, S - 1], or None: queries do not pass the positions 1..S-1 where it is False.
-        positions: int [B, S], or None: the queries are right only as far as these count on by one.
+        positions: int [B, S], or None: the queries are right only as far as these grow by one.
     """
 
     lo: int | None = None

@@ -99,7 +99,7 @@ def _check_positions(position_ids: Any, split: RowSplit) -> None:
     def check() -> None:
         device_assert(
             (position_ids == split.own_positions.to(position_ids.device)).all(),
-            "position_ids of a part of a row are missing, or differ from those that sequence_parallel was given; make "
+            "position_ids of a shard are missing, or differ from those that sequence_parallel was given; make "
             "the inputs of the model with split.shard(batch), or pass split.own_positions",
         )
 
@@ -196,7 +196,7 @@ def _shard_of(module: nn.Module) -> tuple[int, int] | None:
             if len(dims) > 1:
                 raise NotImplementedError(
                     f"{VECTORS} per head: a parameter of the layer is sharded over {len(dims)} dimensions of a mesh, "
-                    "which do not tell its heads; pass vectors that all heads share, [B, 1, S, n]"
+                    "which do not identify its heads; pass vectors that all heads share, [B, 1, S, n]"
                 )
             if dims:
                 return mesh.get_local_rank(dims[0]), mesh.size(dims[0])

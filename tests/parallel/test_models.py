@@ -65,7 +65,7 @@ REFUSED = {
     "no vectors": "ValueError: a layer has .*as many as a shard.*no startend_row_indices",
     "vectors of another row": r"ValueError: .*whole split row, \[B, 1, 128, n\], got \[2, 1, 120, 1\]",
     "vectors of a part": "RuntimeError: startend_row_indices of .*pass .*of the whole row of 128 tokens",
-    "no positions": r"RuntimeError: position_ids of a part of a row are missing, .*split\.shard",
+    "no positions": r"RuntimeError: position_ids of a shard are missing, .*split\.shard",
     "other positions": "ValueError: position_ids of batch and sequence_parallel differ; pass the batch's to both",
     "positions of more rows": "ValueError: position_ids of batch and sequence_parallel differ",
     "vectors out of range": r"RuntimeError: startend_row_indices must lie in 0\.\.128",
