@@ -5,9 +5,6 @@ also in a YAML file:
 
     accelerate launch --quiet recipes/dpo.py                                     # the demo: configs/dpo_demo.yaml
     accelerate launch --quiet recipes/dpo.py --config recipes/configs/dpo.yaml
-    accelerate launch --quiet recipes/dpo.py --model_name_or_path meta-llama/Llama-3.2-1B-Instruct --use_peft \
-        --dataset_name HuggingFaceH4/ultrafeedback_binarized \
-        --dataset_train_split train_prefs --dataset_test_split test_prefs --output_dir Llama-3.2-1B-dpo
 
 Differences from `trl dpo`:
 

@@ -5,9 +5,6 @@ Every flag of `SharedPromptGRPOConfig` or `SharedPromptRLOOConfig`, the reward f
 
     accelerate launch --quiet recipes/grpo.py                                     # the demo: configs/grpo_demo.yaml
     accelerate launch --quiet recipes/grpo.py --config recipes/configs/grpo.yaml
-    accelerate launch --quiet recipes/grpo.py --model_name_or_path Qwen/Qwen3-0.6B --use_peft \
-        --dataset_name trl-lib/DeepMath-103K --reward_funcs reasoning_accuracy_reward my_rewards.short \
-        --per_device_train_batch_size 8 --num_generations 8 --output_dir Qwen3-0.6B-grpo
 
 Differences from `trl grpo` and `trl rloo`:
 

@@ -11,7 +11,7 @@ algorithms, on the GPU if there is one. A seed sets the order of the data and al
   `flashmask_portable` is the curve of the portable kernels that skip.
 - `sdpa`: the same trainer and rows with a dense mask. `trl`: TRL's own trainer of DPO and reward models.
 
-The program exits with 1 unless `flashmask_again` and `flashmask_unskipped` equal their counterparts in every bit, the
+The program exits with 1 unless `flashmask_again` and `flashmask_unskipped` equal their counterparts to the bit, the
 first 50 losses of the others differ from `flashmask` by at most 0.001, and all curves fall.
 """
 
