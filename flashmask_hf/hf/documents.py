@@ -11,8 +11,8 @@ from flashmask_hf.masks._columns import next_flagged
 from flashmask_hf.torch_internals import device_assert
 
 __all__ = [
-    "UNBOUNDED", "Documents", "document_starts", "next_flagged", "of_bounds", "of_numbers",
-    "of_positions", "run_bounds", "separable_documents",
+    "UNBOUNDED", "Documents", "check_one_document", "document_starts", "next_flagged", "of_bounds", "of_numbers",
+    "of_positions", "run_bounds",
 ]  # fmt: skip
 
 UNBOUNDED = 2**30
@@ -63,36 +63,29 @@ def of_positions(positions: Tensor, real: Tensor | None) -> Documents:
     return Documents(starts, *run_bounds(~starts[:, 1:]))
 
 
-def separable_documents(
-    positions: Tensor, mask: Tensor | None, q_offset: int | Tensor, is_whole: bool
-) -> Documents | None:
-    """Return the documents of whole rows by positions; None for a shard of rows, which must not start a document.
+def check_one_document(positions: Tensor, mask: Tensor | None, q_offset: int | Tensor) -> None:
+    """Check that no document starts in a row whose mask would not keep it apart.
 
     Args:
-        positions: int [B or 1, S].
+        positions: int [B or 1, S], of the queries.
         mask: 2D mask [B, keys], in a static cache also of keys that are not there yet; None hides none.
         q_offset: row of the first query among the keys.
-        is_whole: whether the queries are all keys.
 
     Raises:
-        RuntimeError: in a shard of rows, a document starts after a token that is not hidden (a device-side check).
+        RuntimeError: a document starts after a token that is not hidden (a device-side check).
     """
     column, real = torch.arange(positions.shape[-1], device=positions.device) + q_offset, None
-    if mask is not None:
-        real = nn.functional.pad(mask, (0, 1))[:, column.clamp(max=mask.shape[-1])]
-    if is_whole:
-        return of_positions(positions, real)
-    zeros = positions == 0  # a row of zeros, too
-    starts = document_starts(positions, real) | (zeros if real is None else real & zeros)
     follows = column > 0
     if mask is not None:
+        real = nn.functional.pad(mask, (0, 1))[:, column.clamp(max=mask.shape[-1])]
         follows = nn.functional.pad(mask.cumsum(-1), (1, 0))[:, column.clamp(max=mask.shape[-1])] > 0
+    zeros = positions == 0  # a row of zeros, too
+    starts = document_starts(positions, real) | (zeros if real is None else real & zeros)
     device_assert(
         ~(starts & follows).any(),
         "position_ids start again at 0 in one row, but documents are not kept apart in a static cache, "
         "part of a row, or, with chunked attention, beside a cache or 2D mask; pass whole rows and use_cache=False",
     )
-    return None
 
 
 def document_starts(position_ids: Tensor, real: Tensor | None = None) -> Tensor:

@@ -21,7 +21,7 @@ from transformers.masking_utils import (
 )
 
 from flashmask_hf.hf.call import Call, call_of, record_documents
-from flashmask_hf.hf.documents import separable_documents
+from flashmask_hf.hf.documents import check_one_document
 from flashmask_hf.hf.families import refuse_unsupported
 from flashmask_hf.hf.keywords import check_window
 from flashmask_hf.hf.layer_mask import LayerMask, marked_rows
@@ -84,34 +84,29 @@ def mask_hook(
         check_window(kwargs["local_size"])
     same_tokens = q_length == kv_length and not isinstance(q_offset, Tensor) and q_offset == kv_offset == 0
     key_positions = torch.arange(kv_length, device=device) + kv_offset
-    documents = None
     context = TraceContext(batch_size, key_positions, same_tokens, is_custom=bool(kwargs.get("use_vmap")))
     visible = trace(mask_function, context)
     span = None if visible is None else visible.span()
-    call = call_of(config, q_length)
+    call, documents = call_of(config, q_length), None
     if call is not None and call.get("encoder_hidden_states") is not None and (span is None or span[0] != 0):
         call = None  # keys of an encoder
     if call is not None and active_split(q_length, call.indices) is not None:
         call = None  # shards of rows, whose layers exchange the others
+    is_row = same_tokens and batch_size == 1 and visible is not None and visible.starts_at_key()
     if call is not None and call.indices is not None:
         rows = None
         if same_tokens and visible is not None and span is not None:
             rows = _supplied_rows(call, visible, span, attention_mask, device)
         if rows is not None:
-            record_documents()
             return rows
         call = None  # left to the layers
-    elif call is not None and call.bounds is not None:
-        causal = visible is not None and visible.starts_at_key()
-        if same_tokens and batch_size == 1 and causal:
-            documents = call.documents
-        else:
-            call = None  # left to the layers, which refuse what they cannot do
-    elif call is not None and getattr(config, "attention_chunk_size", None) is None:
+    elif call is not None and call.bounds is not None and not is_row:
+        call = None  # left to the layers, which refuse what they cannot do
+    elif call is not None and (call.bounds is not None or getattr(config, "attention_chunk_size", None) is None):
         if same_tokens:
             documents = call.documents
         elif call.positions is not None:
-            separable_documents(call.positions, attention_mask, q_offset, is_whole=False)
+            check_one_document(call.positions, attention_mask, q_offset)
             record_documents()
     if documents is not None:
         record_documents()
@@ -154,6 +149,7 @@ def _supplied_rows(
     if indices.shape[2] != call.tokens.shape[1] or (not causal and (None if lo is None else 1 - lo) != window):
         return None
     check_form(indices, causal, call.config)
+    record_documents()
     if padding is not None or visible.distances is not None:
         length = indices.shape[2]
         hooked = _hide_padding(_columns_of(visible, length, length, 0, True), padding, length, 0)

@@ -22,7 +22,7 @@ from transformers.utils import generic
 from flashmask_hf.hf.attention import attention_forward
 from flashmask_hf.hf.call import Call, call_of, current_calls, record_documents
 from flashmask_hf.hf.checks import run_checks
-from flashmask_hf.hf.documents import separable_documents
+from flashmask_hf.hf.documents import check_one_document
 from flashmask_hf.hf.families import refuse_own_attention
 from flashmask_hf.hf.rewrites import rewrite
 from flashmask_hf.mask import FlashMask
@@ -149,7 +149,7 @@ def _preprocess(
         record_documents()
     is_flat = positions is not None and positions.dim() == 2 and positions.shape[-1] == q_length
     if is_ours and is_flat and numbers is None and not early_exit and (mask is None or mask.dim() == 2):
-        separable_documents(positions, mask, q_offset, is_whole=False)
+        check_one_document(positions, mask, q_offset)
     return found
 
 
