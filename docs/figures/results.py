@@ -20,7 +20,6 @@ Columns = dict[str, str | Cell]
 RATE = "tokens_per_second"
 NAMES = {
     "flashmask_triton": "flashmask, portable kernels",
-    "flashmask_unshared": "packed, not shared",
     "keys": "flashmask, keys exchanged",
     "heads": "flashmask, heads exchanged",
     "whole": "a row on each GPU, not split",
@@ -83,20 +82,19 @@ def trained(rows: Iterable[Row]) -> list[Row]:
 
 def updates() -> list[Row]:
     """Return the rows of updates of GRPO under the names of `training.py`; peers run the padded batch."""
-    rows = read_all("grpo_*")
-    every = {row["provider"] for row in rows}
-    names = {name: name if name.startswith("flashmask") else f"padded_{name}" for name in every}
+    more = {"task": "grpo", "setting": "eager"}
     return [
-        {"task": "grpo", "setting": "eager", "length": row["prompt"], **row}
-        | {"implementation": names[row["provider"]], RATE: row[f"update_{RATE}"], "peak_gib": row["update_peak_gib"]}
-        for row in rows
+        row
+        | {"implementation": "padded_" * (row["provider"] != "flashmask") + row["provider"], "length": row["prompt"]}
+        | {RATE: row[f"update_{RATE}"], "peak_gib": row["update_peak_gib"], **more}
+        for row in read_all("grpo_*")
     ]
 
 
 def comparable(rows: Iterable[Row]) -> list[Row]:
     """Return the rows with rates, fastest first, plain or in a setting that a peer has run, attention kept or not."""
     measured = sorted(timed(rows), key=lambda row: -float(row[RATE]))
-    peers = {"eager"} | {row["setting"] for row in measured if not row["implementation"].startswith("flashmask")}
+    peers = {"eager"} | {row["setting"] for row in measured if row["implementation"] != "flashmask"}
     plain = {"kept": "eager", "kept+liger": "liger", "compiled+kept": "compiled"}
     return [row for row in measured if plain.get(row["setting"], row["setting"]) in peers]
 
@@ -104,7 +102,7 @@ def comparable(rows: Iterable[Row]) -> list[Row]:
 def fastest(rows: Iterable[Row]) -> tuple[Row, Row]:
     """Return the fastest row of flashmask, and the fastest one that is not of this package."""
     measured = comparable(rows)
-    others = (row for row in measured if not row["implementation"].startswith("flashmask"))
+    others = (row for row in measured if row["implementation"] != "flashmask")
     return select(measured, implementation="flashmask")[0], next(others)
 
 

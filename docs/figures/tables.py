@@ -266,12 +266,7 @@ def _model(line: list[Row]) -> str:
 def _lines(rows: Sequence[Row], *by: str, peer: str = "flash_attention_4") -> list[list[Row]]:
     """Return the timed rows of each case in which the peer was run, flashmask has figures, and so has another way."""
     cases = [timed(case) for case in groups(rows, *by) if select(case, implementation=peer)]
-    names = [{row["implementation"] for row in case} for case in cases]
-    return [
-        case
-        for case, ran in zip(cases, names, strict=True)
-        if "flashmask" in ran and any(not name.startswith("flashmask") for name in ran)
-    ]
+    return [x for x in cases if select(x, implementation="flashmask") and len(groups(x, "implementation")) > 1]
 
 
 def _beside(title: str) -> Columns:
@@ -465,7 +460,6 @@ def grpo() -> str:
         ),
     }
     columns |= _beside("fastest padded, tokens/s")
-    columns["packed, not shared"] = cell(f"{{{RATE}:,.0f}}", "-", implementation="flashmask_unshared")
     command = "benchmarks/reinforcement.py --models MODEL --cases P:C --groups GROUPS --generations G"
     shape = "an update beside TRL's trainer on the padded batch, micro-batches of groups x completions of a group, "
     shape += "completions of half to all of C tokens, checkpointing, random weights"

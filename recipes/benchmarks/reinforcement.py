@@ -11,10 +11,10 @@ checkpointing. All weights of llama-3.2-1b are trained, and adapters of qwen3-4b
 An update is forward and backward of the trainer's loss, with packing, without generation, optimizer and compilation.
 Tokens per second count a prompt once for each completion, without padding.
 
-`flashmask` is `SharedPromptGRPOTrainer`; `flashmask_unshared` packs the same sequences without sharing. The others are
-`trl.GRPOTrainer` on the padded batch. Log-probabilities must agree before: they may differ by a tenth of what another
-prompt changes (root mean square, `difference` and `other_prompt`), norms of gradients by 10%. `first_ratio_max` and
-`first_ratio_mean` are of |ratio - 1| in the update's first forward, after TRL's shuffle.
+`flashmask` is `SharedPromptGRPOTrainer`; the others are `trl.GRPOTrainer` on the padded batch. Log-probabilities must
+agree before: they may differ by a tenth of what another prompt changes (root mean square, `difference` and
+`other_prompt`), norms of gradients by 10%. `first_ratio_max` and `first_ratio_mean` are of |ratio - 1| in the update's
+first forward, after TRL's shuffle.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -29,7 +29,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from datasets import Dataset
 from harness import Results, attempt, available, flags, free_memory, parsed, time_left
@@ -38,13 +37,12 @@ from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
-from flashmask_hf.collators import Forest, pack_forests
 from flashmask_hf.trainers import SharedPromptGRPOConfig, SharedPromptGRPOTrainer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import compile_layers
 
-PROVIDERS = ("flashmask", "flashmask_unshared", "sdpa", "flex_attention", *(f"flash_attention_{n}" for n in (2, 3, 4)))
+PROVIDERS = ("flashmask", "sdpa", "flex_attention", *(f"flash_attention_{n}" for n in (2, 3, 4)))
 IDS: dict[str, Any] = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
 MICRO_BATCHES = 2  # of a generation batch, for the first ratio
 # rank of the adapter or 0, and lengths of prompts and completions
@@ -68,40 +66,6 @@ class SharedTrainer(SharedPromptGRPOTrainer, StockTrainer):
     """This package's trainer likewise."""
 
 
-class UnsharedTrainer(StockTrainer):
-    """TRL's trainer on packed rows without sharing."""
-
-    def _get_per_token_logps_and_entropies(
-        self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *args: Any, **kwargs: Any
-    ) -> Any:
-        def packed(**inputs: Any) -> Any:
-            return call_unshared(model, logits_to_keep, **inputs)
-
-        return super()._get_per_token_logps_and_entropies(
-            packed, input_ids, attention_mask, logits_to_keep, *args, **kwargs
-        )
-
-
-def call_unshared(
-    model: Any, keep: int, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **kwargs: Any
-) -> Any:
-    """Call a model with a padded batch packed into one row of documents."""
-    ids, real = input_ids.cpu().numpy(), attention_mask.bool().cpu().numpy()
-    rows = pack_forests([Forest.from_trees(row[here]) for row, here in zip(ids, real, strict=True)])
-    index = np.arange(ids.size).reshape(ids.shape) % rows.input_ids.size
-    for row, (start, size) in enumerate(zip(rows.starts.tolist(), real.sum(1).tolist(), strict=True)):
-        index[row, real[row]] = np.arange(start, start + size)
-    width = keep + 1  # the loss reads the completions, which begin at the hidden state before them
-    packed = rows.indexed_batch(np.ascontiguousarray(index[:, -width:]))
-    return model(
-        input_ids=input_ids[:, -width:],
-        attention_mask=attention_mask[:, -width:],
-        labels=labels[:, -width:],
-        **{name: x.to(input_ids.device) for name, x in packed.items()},
-        **kwargs,
-    )
-
-
 class Bench:
     """A model and the trainers that run it in turns."""
 
@@ -109,10 +73,8 @@ class Bench:
         self.device, self.generations = a.device, a.generations
         self.vocab = SHAPES[model]["vocab_size"]
         self.model = build_model(model, a.device, rank=rank, **IDS)
-        shared = self._trainer(SharedTrainer, SharedPromptGRPOConfig)
-        shared.state.global_step = 1  # not a logging step, in which the sparsity of the mask is computed
-        unshared = self._trainer(UnsharedTrainer, GRPOConfig)
-        self._special = {"flashmask": shared, "flashmask_unshared": unshared}
+        self._shared = self._trainer(SharedTrainer, SharedPromptGRPOConfig)
+        self._shared.state.global_step = 1  # not a logging step, in which the sparsity of the mask is computed
         self._stock = self._trainer(StockTrainer, GRPOConfig)
         self.model.train()
 
@@ -130,8 +92,8 @@ class Bench:
 
     def use(self, provider: str) -> Any:
         """Set the model's attention for a provider, and return its trainer."""
-        self.model.set_attn_implementation("flashmask" if provider == "flashmask_unshared" else provider)
-        return self._special.get(provider, self._stock)
+        self.model.set_attn_implementation(provider)
+        return self._shared if provider == "flashmask" else self._stock
 
     def draw(self, prompt: int, completion: int, groups: int) -> dict[str, Tensor]:
         """Draw the batch that TRL makes after generation."""

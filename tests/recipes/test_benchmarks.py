@@ -443,29 +443,28 @@ def test_grpo(run, capsys):
     flags = ["--models", "tiny", "--cases", "16:8", "--turns", 1, "--generations", 4, "--groups", 1, 2]
     rows = run("reinforcement", *flags, "--deadline", 1e6)
     assert columns("grpo_1b_h200") - {"update_against_sdpa"} == set(rows[0])
-    providers = ["flashmask", "flashmask_unshared", "sdpa"]
+    providers = ["flashmask", "sdpa"]
     assert [(row["groups"], row["provider"]) for row in rows] == [(n, name) for n in "12" for name in providers]
     for row in rows:
         assert int(row["update_tokens_per_second"]) > 0
         assert float(row["difference"]) < 1e-5 < 0.1 < float(row["other_prompt"])
-        if row["provider"] != "flashmask_unshared":
-            assert float(row["first_ratio_max"]) < 1e-4
+        assert float(row["first_ratio_max"]) < 1e-4
     assert "flex_attention is left out: it has no backward on a CPU" in capsys.readouterr().out
 
 
 def test_a_provider_of_grpo_that_is_wrong_ends_the_run(run, monkeypatch):
     import reinforcement
 
-    correct = reinforcement.call_unshared
+    correct = reinforcement.Bench.forward
 
-    def without_prompts(model, keep, input_ids, attention_mask, labels, **kwargs):
-        attention_mask = attention_mask.clone()
-        attention_mask[:, : -keep - 1] = 0
-        return correct(model, keep, input_ids, attention_mask, labels, **kwargs)
+    def without_prompts(self, provider, batch, rows=None):
+        if provider == "flashmask":
+            batch = batch | {"prompt_ids": torch.full_like(batch["prompt_ids"], 3)}
+        return correct(self, provider, batch, rows)
 
-    monkeypatch.setattr(reinforcement, "call_unshared", without_prompts)
-    with pytest.raises(SystemExit, match="flashmask_unshared and sdpa disagree"):
-        run("reinforcement", "--models", "tiny", "--cases", "16:8", "--providers", "sdpa", "flashmask_unshared")
+    monkeypatch.setattr(reinforcement.Bench, "forward", without_prompts)
+    with pytest.raises(SystemExit, match="flashmask and sdpa disagree"):
+        run("reinforcement", "--models", "tiny", "--cases", "16:8", "--providers", "sdpa", "flashmask")
 
 
 def test_long_rows(run):
