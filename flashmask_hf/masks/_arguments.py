@@ -51,7 +51,7 @@ def batch_rows(name: str, value: Any, row_type: type | tuple[type, ...]) -> list
     return [(f"{name}[{b}]", row) for b, row in enumerate(value)]
 
 
-def batch_integers(name: str, value: Any, high: int | None, axis: str = "B") -> list[int]:
+def batch_integers(name: str, value: Any, high: int | None = None, axis: str = "B") -> list[int]:
     """Return numbers in 0..high from a list, or an int tensor or array [axis]; by default one per packed row."""
     value = from_array(value)
     if isinstance(value, Tensor):

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from flashmask_hf._numbers import as_integer, as_length, check_bool, check_tensor
+from flashmask_hf._numbers import as_integer, check_bool, check_tensor
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.masks._arguments import (
     Device,
@@ -160,13 +160,8 @@ def padding(
     if side not in ("right", "left"):
         raise ValueError(f'side must be "right" or "left", got {side!r}')
     check_bool("causal", causal)
-    if kv_len is not None:
-        kv_len = as_length("kv_len", kv_len)
-    real = batch_integers("lengths", lengths, kv_len)
-    if kv_len is None:
-        if max(real) == 0:
-            raise ValueError("lengths are all 0; give kv_len to build a batch of nothing but padding")
-        kv_len = as_length("the number of tokens in lengths", max(real))
+    real = batch_integers("lengths", lengths)
+    kv_len = key_count("lengths", [[length] for length in real], kv_len)
     key, count = key_positions(kv_len), per_row(real)
     first = torch.zeros_like(count) if side == "right" else kv_len - count
     is_padding = (key < first) | (key >= first + count)

@@ -8,9 +8,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from flashmask_hf._numbers import as_length, check_bool, check_tensor
+from flashmask_hf._numbers import check_bool, check_tensor
 from flashmask_hf.mask import FlashMask
-from flashmask_hf.masks._arguments import Device, batch_integers, device_of, from_array
+from flashmask_hf.masks._arguments import Device, batch_integers, device_of, from_array, key_count
 from flashmask_hf.masks._columns import key_positions, make_mask, next_flagged
 from flashmask_hf.masks.documents import causal_document, document
 
@@ -50,7 +50,7 @@ def from_cu_seqlens(
         tensor([3, 3, 3, 5, 5, 6], dtype=torch.int32)
     """
     check_bool("causal", causal)
-    edges = batch_integers("cu_seqlens", cu_seqlens, None, axis="documents + 1")
+    edges = batch_integers("cu_seqlens", cu_seqlens, axis="documents + 1")
     if len(edges) < 2 or edges[0] != 0 or edges[-1] == 0:
         raise ValueError(f"cu_seqlens must start at 0 and end at the number of tokens, at least 1, got {edges}")
     for at, (start, end) in enumerate(pairwise(edges)):
@@ -59,9 +59,8 @@ def from_cu_seqlens(
                 f"cu_seqlens[{at + 1}] is {end}, less than the entry before, {start}; give cumulative lengths, or pass "
                 "lengths to causal_document or document"
             )
-    if kv_len is not None and edges[-1] > as_length("kv_len", kv_len):
-        raise ValueError(f"cu_seqlens ends at {edges[-1]}, more than kv_len = {kv_len}; raise kv_len")
     lengths = [end - start for start, end in pairwise(edges) if end > start]
+    kv_len = key_count("cu_seqlens", [lengths], kv_len)
     family = causal_document if causal else document
     return family(lengths, kv_len=kv_len, q_len=q_len, device=device_of(device, cu_seqlens))
 

@@ -69,8 +69,7 @@ def qk_sparse_attention(
         >>> qk_sparse_attention(q, k, v, keep, keep)[0, 0, :, 0] == 0
         tensor([False,  True, False,  True, False,  True, False,  True])
     """
-    _check(q, k, v, "keep", q_keep, k_keep)
-    hidden_from = first_hidden_rows(mask, q_keep, k_keep)
+    hidden_from = _check(q, k, v, "keep", q_keep, k_keep, mask)
     # Bucket 1, the dropped rows, sees nothing.
     columns, q_order, k_order = sort_sparse((~q_keep).byte(), (~k_keep).byte(), hidden_from, 2, False, 1)
     q_kept, k_kept = (keep.sum(-1, dtype=torch.int32) for keep in (q_keep, k_keep))
@@ -127,11 +126,10 @@ def hash_sparse_attention(
         >>> hash_sparse_attention(q, q, v, buckets, buckets, n_buckets=4).shape
         torch.Size([1, 2, 8, 16])
     """
-    _check(q, k, v, "bucket", q_bucket, k_bucket)
+    hidden_from = _check(q, k, v, "bucket", q_bucket, k_bucket, mask)
     if n_buckets is not None:
         n_buckets = as_integer("n_buckets", n_buckets, 1, 2**31 - 1, why="None if it is not known")
     check_bool("exclude_self", exclude_self)
-    hidden_from = first_hidden_rows(mask, q_bucket, k_bucket)
     columns, q_order, k_order = sort_sparse(q_bucket, k_bucket, hidden_from, n_buckets or 0, exclude_self, -1)
     given = Arguments(scale, softcap, None, deterministic)
     return _attend(Inputs(q, k, v, sinks, columns), Places(q_order, None, k_order, None), given)
@@ -166,8 +164,10 @@ def lsh_buckets(x: Tensor, n_buckets: int, *, generator: torch.Generator | None 
     return nearest(x.detach(), directions.to(x.device)).long()
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, kind: Literal["keep", "bucket"], of_q: Tensor, of_k: Tensor) -> None:
-    """Raise unless q, k and v are valid and their keeps or buckets fit."""
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, kind: Literal["keep", "bucket"], of_q: Tensor, of_k: Tensor, mask: FlashMask | None
+) -> Tensor | None:
+    """Check q, k, v, their keeps or buckets, and the mask; return its `first_hidden_rows`."""
     check_tensors(q, k, v)
     for name, x, choice in (("q", q, of_q), ("k", k, of_k)):
         if isinstance(choice, Tensor) and (choice.shape != x.shape[:-1] or choice.device != x.device):
@@ -176,6 +176,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, kind: Literal["keep", "bucket"], of_
                 f"{list(choice.shape)} on {choice.device}"
             )
     check_choice(kind, of_q, of_k)
+    return first_hidden_rows(mask, of_q, of_k)
 
 
 def _attend(inputs: Inputs, places: Places, given: Arguments) -> Tensor:

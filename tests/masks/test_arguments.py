@@ -103,10 +103,10 @@ LONGER = FlashMask(torch.full((1, 1, 8, 1), 9, dtype=torch.int32), causal=True)
         (
             lambda: masks.padding([3, 5], kv_len=4),
             ValueError,
-            r"lengths\[1\] must be in 0\.\.4, got 5; the largest is kv_len",
+            r"lengths\[1\] holds 5 tokens, more than kv_len = 4",
         ),
         (lambda: masks.padding([3, -1]), ValueError, r"lengths\[1\] must be at least 0, got -1$"),
-        (lambda: masks.padding([0, 0]), ValueError, r"lengths are all 0; give kv_len"),
+        (lambda: masks.padding([0, 0]), ValueError, "the number of tokens in lengths must be at least 1, got 0"),
         (lambda: masks.padding([3], kv_len=5.0), TypeError, r"kv_len must be an int, got 5\.0 \(float\)"),
         (lambda: masks.padding(3), TypeError, r"lengths must be a list, or an int tensor or array \[B\], got int"),
         (

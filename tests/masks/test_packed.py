@@ -103,7 +103,7 @@ def test_a_symbolic_prefix_is_no_array():
         (lambda: masks.from_cu_seqlens([0, 0]), ValueError, r"end at the number of tokens, at least 1, got \[0, 0\]"),
         (lambda: masks.from_cu_seqlens([0, 5, 3]), ValueError, r"cu_seqlens\[2\] is 3, less than the entry before, 5"),
         (lambda: masks.from_cu_seqlens(torch.tensor([0, -1, 3])), ValueError, r"cu_seqlens\[1\] must be at least 0"),
-        (lambda: masks.from_cu_seqlens([0, 5], kv_len=4), ValueError, r"cu_seqlens ends at 5, more than kv_len"),
+        (lambda: masks.from_cu_seqlens([0, 5], kv_len=4), ValueError, r"cu_seqlens holds 5 tokens, more than kv_len"),
         (lambda: masks.from_cu_seqlens([0, 2.5]), TypeError, r"cu_seqlens\[1\] must be an int, got 2\.5"),
         (lambda: masks.from_cu_seqlens(5), TypeError, r"cu_seqlens must be a list, .* \[documents \+ 1\], got int"),
         (lambda: masks.from_cu_seqlens(torch.ones(3)), TypeError, r"cu_seqlens must be an integer tensor"),
