@@ -71,7 +71,6 @@ METHOD = """
 ## How it is tested
 
 `python docs/models.py` writes this page, and `tests/hf/test_models.py` checks every cell.
-`tests/hf/test_hybrid_kernels.py` compares packed rows of recurrent models with each document alone on a GPU.
 
 Every family is built tiny with random weights and run in float32 on the CPU, with flashmask and with eager attention.
 Logits at real tokens (hidden states of models without a head) and, in training, gradients of all parameters must agree
@@ -84,8 +83,8 @@ within 1e-4 of the largest entry. Modes:
   raise, because they do not cover the new tokens.
 
 With transformers 5.24 and torch 2.14, codegen and gptj work; falcon_mamba, mamba and mamba2 also raise in generation
-for mask indices. Of its new families, apertus1p5_text, exaone, omniasr, sarvam_mla and sarvam_moe work, lara_mini except
-for packed rows and mask indices; hy_v4_vl_text and inkling2_loop_text raise; dory is not tested.
+for mask indices. Of its new families, apertus1p5_text, exaone, omniasr, sarvam_mla and sarvam_moe work, lara_mini
+except for packed rows and mask indices; hy_v4_vl_text and inkling2_loop_text raise; dory is not tested.
 """
 
 

@@ -5,10 +5,6 @@ and `DatasetMixtureConfig` works, also in a YAML file:
 
     accelerate launch --quiet recipes/reward.py                                     # the demo: configs/reward_demo.yaml
     accelerate launch --quiet recipes/reward.py --config recipes/configs/reward.yaml
-    accelerate launch --quiet recipes/reward.py --model_name_or_path meta-llama/Llama-3.2-1B-Instruct --use_peft \
-        --dataset_name HuggingFaceH4/ultrafeedback_binarized \
-        --dataset_train_split train_prefs --dataset_test_split test_prefs \
-        --pad_token "<|finetune_right_pad_id|>" --output_dir Llama-3.2-1B-reward
 
 Differences from `trl reward`:
 

@@ -118,7 +118,7 @@ def refuse_own_attention(model_class: Any, implementation: str) -> None:
 
 @cache
 def source_of(code: Any) -> str:
-    """Return the source of a module or function, "" if it was written in a notebook or is no Python."""
+    """Return the source of a module or function, or "" without a Python file, as in a notebook."""
     try:
         return inspect.getsource(code)
     except (OSError, TypeError):

@@ -92,8 +92,8 @@ def require(check: Rule, call: Call, verdict: Verdict) -> None:
     """Raise if a call breaks the rule of a check by its verdict.
 
     Raises:
-        Exception: the check's error, from a bool.
-        RuntimeError: from a tensor; on a GPU it is an assertion of the device.
+        Exception: the check's error, if the verdict is a bool.
+        RuntimeError: the verdict is a tensor; on a GPU, a device-side assertion fails.
     """
     holds, message = verdict
     if holds is None:

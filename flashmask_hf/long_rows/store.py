@@ -111,7 +111,7 @@ class Pool:
             self._count -= len(blocks)
 
     def trim(self) -> None:
-        """Free unused blocks until the budget holds."""
+        """Free unused blocks beyond the budget of host memory."""
         if self._host_bytes is not None:
             self._drop(self._count - self._host_bytes // BLOCK_BYTES)
 

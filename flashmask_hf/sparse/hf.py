@@ -3,13 +3,8 @@
 The two patterns of Pagliardini et al. 2023. They take causal masks with n = 1 bound: packed documents, trees, padding
 and sliding windows.
 
-Options are a dict in the model's config under the implementation's name. A keyword of the model call takes precedence:
-
-    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="flashmask_hash",
-                                                 flashmask_hash={"n_buckets": 16})
-    model.config.flashmask_qk = {"drop": 0.3}
-    model.set_attn_implementation("flashmask_qk")
-    model(**batch, flashmask_qk={"drop": 0.5})
+Options are a dict in the model's config under the implementation's name, such as `flashmask_hash={"n_buckets": 16}` or
+`flashmask_qk={"drop": 0.3}`. A keyword of that name in the model call takes precedence.
 
 A model with a `text_config` has them there. `generate` reads the config only. Under tensor parallelism each rank hashes
 its heads as if they were all heads.

@@ -114,7 +114,7 @@ def _unpack_outputs(backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str
 
 
 def drop_padding_from_router_logits(model: Any) -> None:
-    """Make a model's backbone return router logits without padding. Repeating it is fine.
+    """Make a model's backbone return router logits without padding (idempotent).
 
     The auxiliary loss of a mixture of experts reads a 2D attention mask, which a packed row does not have.
 

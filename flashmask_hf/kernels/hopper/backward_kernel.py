@@ -151,7 +151,7 @@ def _accumulate_dkv(WARPGROUP: gl.constexpr, args, FORM: gl.constexpr):
     """Consumer warpgroup 0 or 1: dK and dV of 64 keys of every tile.
 
     With SCORES_AHEAD, the next row tile's scores run beside dK, which reads dS from shared memory. Without it, dK reads
-    dS from registers, and the scores follow.
+    dS from registers, and the scores run after dK.
     """
     _tensors, _scalars, shared, barriers = args
     SCORES_AHEAD: gl.constexpr = FORM.SCORES_AHEAD

@@ -232,7 +232,10 @@ def _row_plan(
 
 
 def build_plan(indices: Tensor, causal: bool, q_len: int, *, skip: bool = True) -> Plan:
-    """Build a plan on the GPU, as `flashmask_hf.tile_plan.build_plan`. Bounds out of range fail an assertion there."""
+    """Build a plan on the GPU, as `flashmask_hf.tile_plan.build_plan`.
+
+    Bounds out of range fail a device-side assertion.
+    """
     indices = indices.contiguous()
     batch, heads, kv_len, n = indices.shape
     plan = empty_plan(indices, q_len)
