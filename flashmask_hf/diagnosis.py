@@ -73,18 +73,9 @@ def _print_gpu(device: torch.device) -> None:
     build = f"HIP {hip}" if hip else f"CUDA {cuda}" if cuda else "the CPU only"
     if device.type != "cuda":
         return _print("GPU", f"no GPU (torch is built for {build})")
-    properties = torch.cuda.get_device_properties(device)
-    shared = getattr(properties, "shared_memory_per_block_optin", None)
-    driver = None if hip else collect_env.get_nvidia_driver_version(collect_env.run)
-    facts = [
-        f"{properties.name} ({device.index + 1} of {torch.cuda.device_count()})",
-        f"compute capability {properties.major}.{properties.minor}",
-        f"{properties.total_memory / 2**30:.0f} GiB",
-        "shared memory per block unknown" if shared is None else f"shared memory per block {shared} bytes",
-        *([] if driver is None else [f"driver {driver}"]),
-        f"torch built for {build}",
-    ]
-    return _print("GPU", ", ".join(facts))
+    driver = "" if hip else f", driver {collect_env.get_nvidia_driver_version(collect_env.run)}"
+    place = f"{device.index + 1} of {torch.cuda.device_count()}"
+    return _print("GPU", f"{torch.cuda.get_device_properties(device)}, {place}{driver}, torch built for {build}")
 
 
 def _print_registration() -> bool:

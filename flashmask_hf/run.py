@@ -37,27 +37,22 @@ def run_program(argv: Sequence[str]) -> int:
         return 0 if argv else 2
     _keep_registered_in_launched_processes()
     program, *arguments = argv
-    if program == "-m":
-        if not arguments:
-            raise SystemExit(_no_program("-m needs the name of a module"))
+    commands = importlib.metadata.entry_points(group="console_scripts", name=program)
+    sys.argv = [program, *arguments]
+    if program == "-m" and arguments:
         sys.argv = list(arguments)  # run_module puts the module's path in front
         runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
-        return 0
-    sys.argv = [program, *arguments]
-    if Path(program).is_file():
+    elif Path(program).is_file():
         sys.path[0] = str(Path(program).resolve().parent)  # as for `python SCRIPT.py`; it was the current folder
         runpy.run_path(program, run_name="__main__")
-        return 0
-    commands = importlib.metadata.entry_points(group="console_scripts", name=program)
-    if not commands:
-        raise SystemExit(_no_program(f"{program} is no file, and no command of an installed package"))
-    return next(iter(commands)).load()() or 0
-
-
-def _no_program(problem: str) -> int:
-    """Print the usage and what is wrong; return the exit code."""
-    print(f"{__doc__}\nerror: {problem}", file=sys.stderr)
-    return 2
+    elif commands:
+        return next(iter(commands)).load()() or 0
+    else:
+        is_module = program == "-m"
+        problem = "needs the name of a module" if is_module else "is no file, and no command of an installed package"
+        print(f"{__doc__}\nerror: {program} {problem}", file=sys.stderr)
+        raise SystemExit(2)
+    return 0
 
 
 def _keep_registered_in_launched_processes() -> None:

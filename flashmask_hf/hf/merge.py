@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashmask_hf.hf.checks.trees import tree_positions_fit, tree_positions_message
+from flashmask_hf.hf.checks.trees import check_tree_positions
 from flashmask_hf.hf.layer_mask import LayerMask, cached_mask, hidden_keys
 from flashmask_hf.hf.windows import apply_window
 from flashmask_hf.intervals import hide_keys
@@ -78,7 +78,7 @@ def supplied_mask(
         if causal and hooked is not None and hooked.shape[2] == 4:
             _refuse_blocks(hooked)
         mask = FlashMask(vectors.detach() if hooked is None else _hide_padding(vectors, hooked, causal), causal)
-        device_assert(tree_positions_fit(mask, position_ids), tree_positions_message(position_ids))
+        check_tree_positions(mask, position_ids)
         cut = LayerMask(mask) if window is None else apply_window(mask, window, position_ids, two_sided=two_sided)
         return form(cut)
 

@@ -147,8 +147,9 @@ def _preprocess(
     early_exit, mask, numbers, q_length, _, q_offset, _ = found
     if numbers is not None or (is_ours and positions is not None):
         record_documents()
-    is_flat = positions is not None and positions.dim() == 2 and positions.shape[-1] == q_length
-    if is_ours and is_flat and numbers is None and not early_exit and (mask is None or mask.dim() == 2):
+    if not is_ours or positions is None or numbers is not None or early_exit:
+        return found
+    if positions.dim() == 2 and positions.shape[-1] == q_length and (mask is None or mask.dim() == 2):
         check_one_document(positions, mask, q_offset)
     return found
 

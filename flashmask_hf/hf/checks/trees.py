@@ -17,14 +17,15 @@ from flashmask_hf.hf.rules import Rule, Verdict, rule
 from flashmask_hf.intervals import outer_rows
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import IGNORED, PACKED_IDS, VECTORS
+from flashmask_hf.torch_internals import device_assert
 
-__all__ = ["CHECKS", "has_one_document", "mask_of", "tree_positions_fit", "tree_positions_message"]
+__all__ = ["CHECKS", "check_tree_positions", "has_one_document", "mask_of"]
 
 CHECKS: list[Rule] = []
 
 
-def tree_positions_fit(mask: FlashMask, position_ids: Tensor | None) -> Tensor:
-    """Return False if a mask is of trees and positions are contiguous from one branch to the next; bool [].
+def check_tree_positions(mask: FlashMask, position_ids: Tensor | None) -> None:
+    """Assert that positions are not contiguous from one branch to the next, if a mask is of trees.
 
     A mask is of trees if, for any two keys, the rows that see the later key are a subset of the rows that see the
     earlier key, or disjoint from them. Positions of other masks, and of documents, may count through the row.
@@ -33,26 +34,21 @@ def tree_positions_fit(mask: FlashMask, position_ids: Tensor | None) -> Tensor:
         mask: mask of a whole row, Sq = Skv = S. A bidirectional form whose visible pairs are all causal is no tree.
         position_ids: int [B or 1, S], or [axes, B or 1, S], whose first axis counts; None if there are none.
 
-    Returns:
-        Tensor: False where the first position of a branch is not higher than its parent's, or is higher than the
-        position of the token before it in the row; or where there are branches and no positions.
+    Raises:
+        RuntimeError: the first position of a branch is not higher than its parent's, or is higher than the position of
+            the token before it in the row; or there are branches and no positions (a device-side check).
     """
     branch, parent = _branches(subtree_ends(mask))
-    if position_ids is None:
-        return ~branch.any()
-    position = position_ids.reshape(-1, *position_ids.shape[-2:])[0, :, None]
-    shape = torch.broadcast_shapes(position.shape, branch.shape)
-    position, parent = position.expand(shape), parent.expand(shape)
-    follows = (position.gather(-1, parent) < position) & (position <= position.roll(1, -1))
-    return (follows | ~branch).all()
-
-
-def tree_positions_message(position_ids: Tensor | None) -> str:
-    """Return the error's text where `tree_positions_fit` is False."""
-    got = "position_ids are missing" if position_ids is None else "position_ids do not branch"
-    return (
+    fits, got = ~branch, "position_ids are missing"
+    if position_ids is not None:
+        got = "position_ids do not branch"
+        position = position_ids.reshape(-1, *position_ids.shape[-2:])[0, :, None]
+        position, parent, fits = torch.broadcast_tensors(position, parent, fits)
+        fits = fits | ((position.gather(-1, parent) < position) & (position <= position.roll(1, -1)))
+    device_assert(
+        fits.all(),
         f"{VECTORS} are of a tree or a shared question, but {got}; pass depths as the collators do, or, if the mask "
-        "only drops keys, mask.bidirectional().indices"
+        "only drops keys, mask.bidirectional().indices",
     )
 
 

@@ -8,15 +8,10 @@ from tools.calls import run_check
 from tools.model_pairs import NoSynchronization, attend, model_pair, tokens
 
 from flashmask_hf import FlashMask, masks
-from flashmask_hf.hf.checks.trees import tree_positions_fit, tree_positions_message
-from flashmask_hf.torch_internals import device_assert
+from flashmask_hf.hf.checks.trees import check_tree_positions
 
 SHARED = masks.share_question([(3, [2, 4])])
 DEPTHS = torch.tensor([[0, 1, 2, 3, 4, 3, 4, 5, 6]])
-
-
-def check_tree_positions(mask, position_ids):
-    device_assert(tree_positions_fit(mask, position_ids), tree_positions_message(position_ids))
 
 
 def check_labels(vectors, labels):
