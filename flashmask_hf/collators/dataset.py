@@ -33,6 +33,8 @@ _TOKEN_COLUMNS = ("input_ids", *LABEL_COLUMNS, "token_type_ids")
 
 _READ = (*_TOKEN_COLUMNS, "attention_mask")
 
+_EMPTY = np.empty(0, dtype=np.int32)
+
 _EXAMPLE = "_example"
 """Column of a stream with its examples: Arrow would need one schema for all, also of columns that are not read."""
 
@@ -249,14 +251,17 @@ _brief.maxlist = _brief.maxdict = 1
 
 
 def _pack_table(table: pa.Table, indices: Sequence[int], **options: Any) -> pa.Table:
-    """Pack the examples of an Arrow table, whose lists are read without copies."""
-    table = table.select([name for name in _READ if name in table.column_names])
-    names = [f"example {index}" for index in indices]
-    rows = zip(*(column.to_numpy() for column in table.columns), strict=True)
-    try:
-        return _pack([dict(zip(table.column_names, row, strict=True)) for row in rows], names, **options)
-    except TypeError:  # a missing integer turns its column into floats: name the wrong example
-        return _pack(table.to_pylist(), names, **options)
+    """Pack the examples of an Arrow table."""
+    columns = [name for name in _READ if name in table.column_names]
+    rows = zip(*(map(_as_array, table.column(name)) for name in columns), strict=True)
+    examples = [dict(zip(columns, row, strict=True)) for row in rows]
+    return _pack(examples, [f"example {index}" for index in indices], **options)
+
+
+def _as_array(cell: Any) -> Any:
+    """Return a list in a cell of an Arrow table as an array without a copy, and anything else as a Python object."""
+    values = cell.values if isinstance(cell, pa.ListScalar) else None
+    return cell.as_py() if values is None or values.null_count else values.to_numpy(zero_copy_only=False)
 
 
 def _pack(
@@ -293,12 +298,18 @@ def _pack(
     if sum(sizes) >= 2**31:
         raise ValueError(f"batch_size packs {sum(sizes)} tokens together, more than 2**31 - 1; make it smaller")
     rows = best_fit_decreasing(sizes, max_length)
-    lists = pa.list_(pa.int32())
-    packed = {
-        column: pa.array([[*(documents[index][column] for index in row), []] for row in rows], type=pa.list_(lists))
-        for column in columns
-    }
-    return pa.table(packed | {"seq_lengths": pa.array([[sizes[index] for index in row] for row in rows], type=lists)})
+    packed = {column: _nested([[documents[index][column] for index in row] for row in rows]) for column in columns}
+    seq_lengths = pa.array([[sizes[index] for index in row] for row in rows], type=pa.list_(pa.int32()))
+    return pa.table(packed | {"seq_lengths": seq_lengths})
+
+
+def _nested(rows: Sequence[Sequence[NDArray[np.int32]]]) -> pa.Array:
+    """Build the Arrow column of packed rows, each a list of its documents and an empty document at the end."""
+    documents = [document for row in rows for document in (*row, _EMPTY)]
+    edges = np.cumsum([0, *map(len, documents)], dtype=np.int32)
+    row_edges = np.cumsum([0, *(len(row) + 1 for row in rows)], dtype=np.int32)
+    flat = pa.ListArray.from_arrays(pa.array(edges), pa.array(np.concatenate([_EMPTY, *documents])))
+    return pa.ListArray.from_arrays(pa.array(row_edges), flat)
 
 
 def _read(
@@ -318,4 +329,7 @@ def _read(
     for column, values in columns.items():
         if values.min() < -(2**31) or values.max() >= 2**31:
             raise ValueError(f"{column} of {name} must fit into int32, got {values.min()}..{values.max()}")
-    return {column: values.astype(np.int32) for column, values in columns.items()}
+        if isinstance(present.get(column), np.ndarray) and present[column].dtype == np.int32:
+            values = present[column]  # without a copy
+        columns[column] = values.astype(np.int32, copy=False)
+    return columns

@@ -1,11 +1,12 @@
 """Log-probabilities of completions with each prompt computed once, for TRL's trainers.
 
 TRL's `_get_per_token_logps_and_entropies` calls models with a padded batch of one sequence per completion.
-`SharedPrompts` passes it a `_PackingModel`, which packs the batch into one row. All else stays TRL's.
+`SharedPrompts` passes it a function that packs the batch into one row. All else stays TRL's.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from dataclasses import dataclass, field
@@ -90,12 +91,24 @@ class SharedPrompts:
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *args: Any, **kwargs: Any
     ) -> Any:
-        packing = _PackingModel(model, logits_to_keep, self._share, self.args.pad_to_multiple_of)
-        results = super()._get_per_token_logps_and_entropies(
+        packing = functools.partial(self._run_packed, model, logits_to_keep)
+        return super()._get_per_token_logps_and_entropies(
             packing, input_ids, attention_mask, logits_to_keep, *args, **kwargs
         )
-        self._packed = packing.packed
-        return results
+
+    def _run_packed(
+        self, model: Any, keep: int, input_ids: Tensor, attention_mask: Tensor, labels: Any = None, **kwargs: Any
+    ) -> Any:
+        """Call a model after `run_packed` with a padded batch packed into one row; results have the batch's layout."""
+        # The loss reads completions and the hidden state before them, a mixture's auxiliary loss all tokens.
+        width = input_ids.shape[1] if kwargs.get("output_router_logits") else keep + 1
+        packed = pack_sequences(input_ids, attention_mask, keep, width, self._share, self.args.pad_to_multiple_of)
+        packed = {name: x.to(input_ids.device) for name, x in packed.items()}
+        self._packed = packed[VECTORS], attention_mask
+        check_compiled(model, input_ids.device)
+        if labels is not None:
+            kwargs["labels"] = labels[:, -width:]
+        return model(input_ids=input_ids[:, -width:], attention_mask=attention_mask[:, -width:], **packed, **kwargs)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         loss = super()._compute_loss(model, inputs)
@@ -145,33 +158,6 @@ class SharedPrompts:
             batch["old_logps"] = (log_probabilities * batch["completion_mask"]).sum(1)
         else:
             batch["old_per_token_logps"] = log_probabilities
-
-
-@dataclass
-class _PackingModel:
-    """Calls a model after `run_packed` with a padded batch packed into one row; results have the batch's layout.
-
-    `packed` are the last call's mask indices and attention mask. Other attributes are as in `pack_sequences`.
-    """
-
-    model: Any
-    keep: int
-    share: str
-    pad_to_multiple_of: int | None
-    packed: tuple[Tensor, Tensor] = field(init=False)
-
-    def __call__(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None, **kwargs: Any) -> Any:
-        # The loss reads completions and the hidden state before them, a mixture's auxiliary loss all tokens.
-        width = input_ids.shape[1] if kwargs.get("output_router_logits") else self.keep + 1
-        packed = pack_sequences(input_ids, attention_mask, self.keep, width, self.share, self.pad_to_multiple_of)
-        packed = {name: x.to(input_ids.device) for name, x in packed.items()}
-        self.packed = packed[VECTORS], attention_mask
-        check_compiled(self.model, input_ids.device)
-        if labels is not None:
-            kwargs["labels"] = labels[:, -width:]
-        return self.model(
-            input_ids=input_ids[:, -width:], attention_mask=attention_mask[:, -width:], **packed, **kwargs
-        )
 
 
 def pack_sequences(
