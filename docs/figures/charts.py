@@ -93,7 +93,8 @@ def headlines() -> dict[str, tuple[str, list[Row]]]:
         length = common_length(run)
         found[task] = f"{size_of(run[0])}, rows of {int(length):,}", select(run, length=length)
     case = {"groups": "4", "generations": "8", "prompt": "1024", "completion": "256", "compiled": "off"}
-    return found | {"GRPO": (f"1B, update, {case_of(case)}", select(updates(), model="llama-3.2-1b", **case))}
+    conditions = f"1B, update, {case['groups']} prompts x {case['generations']}"
+    return found | {"GRPO": (conditions, select(updates(), model="llama-3.2-1b", **case))}
 
 
 def case_of(row: Mapping[str, str]) -> str:

@@ -41,6 +41,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from harness import Results, attempt, available, flags, free_memory, parsed, random_lengths, time_left
+from packed_attention import attention, block_mask, dense_mask
 from shapes import SHAPES, TRAINERS, arguments_of, build_model, make_rows, tokenizer
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -132,8 +133,6 @@ def inputs(implementation: str, row: dict[str, Tensor]) -> dict[str, Any]:
         longest = int(longest)
         lengths = {"max_length_q": longest, "max_length_k": longest}
         return others | {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, **lengths}
-    from packed_attention import block_mask, dense_mask  # its private imports may be missing in another commit
-
     form = dense_mask if implementation == "sdpa" else block_mask
     return others | {"attention_mask": form(FlashMask(vectors, causal=True))}
 
@@ -233,8 +232,6 @@ class Alignment:
         for model in self.models:
             model.set_attn_implementation(name)
         trainer.data_collator.pad_to_multiple_of = 1024 if name == "flex_attention" else None
-        from packed_attention import attention
-
         with attention(implementation if packed else "flashmask"):
             for batch in batches:
                 loss = trainer.compute_loss(self.model, trainer._prepare_inputs(trainer.data_collator(batch)))
