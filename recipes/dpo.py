@@ -8,7 +8,7 @@ also in a YAML file:
 
 Differences from `trl dpo`:
 
-- `attn_implementation` defaults to "flashmask", bf16 is on if the GPU has it, and `--torch_compile` compiles layers.
+- `attn_implementation`, bf16 and `--torch_compile` are as in `sft.py`.
 - The log adds `shared_tokens_saved` and `mask_sparsity`, and counts answers cut by `max_length`.
 - `--do_eval` evaluates at the end, and `--show` then prints how much the saved model prefers the chosen answers.
 """

@@ -8,7 +8,7 @@ Every flag of `SharedPromptGRPOConfig` or `SharedPromptRLOOConfig`, the reward f
 
 Differences from `trl grpo` and `trl rloo`:
 
-- `attn_implementation` defaults to "flashmask", bf16 is on if the GPU has it, and `--torch_compile` compiles layers.
+- `attn_implementation`, bf16 and `--torch_compile` are as in `sft.py`.
 - `--algorithm` is grpo or rloo.
 - The log adds `shared_tokens_saved` and `mask_sparsity`; at the end, the first and last mean rewards are printed.
 - A reward model is loaded with its own attention and revision.

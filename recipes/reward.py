@@ -8,7 +8,7 @@ and `DatasetMixtureConfig` works, also in a YAML file:
 
 Differences from `trl reward`:
 
-- `attn_implementation` defaults to "flashmask", bf16 is on if the GPU has it, and `--torch_compile` compiles layers.
+- `attn_implementation`, bf16 and `--torch_compile` are as in `sft.py`.
 - A question may have two or more `answers`, with `scores` or ranked; `--loss_type` is pairwise or listwise.
 - `lora_task_type` defaults to "SEQ_CLS", so that `--use_peft` trains and saves the new head too.
 - The log adds `shared_tokens_saved` and `mask_sparsity`.

@@ -10,8 +10,7 @@ are *level* if their leads are equal, and *near* if their leads differ by less t
 
 - Level tiles, as in a document, should begin 256 rows apart, or 128 with tiles of 64 keys. So the more tiles are level,
   the more key-value heads alternate. Too many exceed the L2 cache: 17 MB per 128 rows of distance (132 programs, head
-  dim 128). On an H200 (8 x 8K tokens, 32 heads of 128) random intervals took 1.06 times the unordered time with 6
-  heads (2: 1.02, 12: 1.18), causal blocks 1.12 with 10 (2: 1.26, 16: 1.31).
+  dim 128). On an H200 causal blocks took 1.12 times the unordered time with 10 of 32 heads, 1.26 with 2, 1.31 with 16.
 - Query heads that share keys walk bands of rows together, else tiles with few rows wait for the first head's last row.
   Documents with 8 query heads per key-value head took 1.66 times the unordered time without bands, 1.1 with them.
 - If many leads are near upwards, as in causal masks, all tiles walk upwards: 1.13 instead of 1.72 (16 heads of 256, 4
