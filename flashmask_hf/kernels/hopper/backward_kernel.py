@@ -53,31 +53,29 @@ from flashmask_hf.kernels.hopper.backward_roles import (
     Scalars,
     Slot,
     Tensors,
+    accumulate_dq,
     await_cleared_rows,
     await_rows,
-    clear_blind_rows,
     downcast,
     produce,
     read_row_slot,
     release_rows,
-    scatter_rows,
     softmax_weights,
-    stage_dq,
+    stage_gradient,
     store_gradients,
     upcast,
 )
-from flashmask_hf.kernels.hopper.backward_wide import accumulate_dk, accumulate_dq, accumulate_dv
+from flashmask_hf.kernels.hopper.backward_wide import accumulate_dk, accumulate_dv
 from flashmask_hf.kernels.hopper.gluon import (
     fence_async_shared,
     gl,
     gluon,
-    group_barrier,
     mbarrier,
     opaque_zero,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashmask_hf.kernels.hopper.pipeline import free_phase, full_phase, issue_dots, piece_count
+from flashmask_hf.kernels.hopper.pipeline import free_phase, full_phase, issue_dots, piece_count, publish
 
 __all__ = ["Form", "backward_kernel", "scale_dq_kernel"]
 
@@ -111,49 +109,13 @@ class Barriers(NamedTuple):
 
 
 @gluon.jit
-def _epilogue(
-    dk, dk_tail, dv, k_tile, v_tile, full, step, row_tiles, kv_plane, column, args, FORM: gl.constexpr,
-    DTYPE: gl.constexpr,
-):  # fmt: skip
-    """Put dK and dV of a warpgroup's 64 keys in the place of the keys and values, and signal the store warp.
-
-    With SCATTER, store them from there to the rows that `k_order` names.
-    """
-    tensors, scalars, _shared, barriers = args
-    BLOCK_D: gl.constexpr = FORM.BLOCK_D
-    BLOCK_V: gl.constexpr = FORM.BLOCK_V
-    TAIL: gl.constexpr = FORM.TAIL
-    KV: gl.constexpr = dk.type.layout
-    KEYS_TAIL: gl.constexpr = dk_tail.type.layout
-    if row_tiles == 0:  # products with keys and values, which may be infinite
-        dk = gl.zeros([64, BLOCK_V], gl.float32, KV)
-        dv = gl.zeros([64, BLOCK_V], gl.float32, KV)
-        if TAIL > 0:
-            dk_tail = gl.zeros([64, TAIL], gl.float32, KEYS_TAIL)
-    tile = v_tile.reshape([64, BLOCK_V])
-    tile.store(downcast(dv, DTYPE))
-    if FORM.SCATTER:
-        scatter_rows(tile, tensors.dv_rows, FORM.V_HEAD_DIM, kv_plane, column, args, BLOCK_V)
-    mbarrier.wait(barriers.ds_free.index(step & 1), full_phase(step, 2))  # the last dQ has read the keys
-    tile = k_tile.reshape([64, BLOCK_D])
-    tile.slice(0, BLOCK_V, dim=1).store(downcast(dk * scalars.scale, DTYPE))
-    if TAIL > 0:
-        tile.slice(BLOCK_V, TAIL, dim=1).store(downcast(dk_tail * scalars.scale, DTYPE))
-    if FORM.SCATTER:
-        scatter_rows(tile, tensors.dk_rows, FORM.HEAD_DIM, kv_plane, column, args, BLOCK_D)
-    fence_async_shared()
-    group_barrier()
-    mbarrier.arrive(full, count=1)
-
-
-@gluon.jit
 def _accumulate_dkv(WARPGROUP: gl.constexpr, args, FORM: gl.constexpr):
     """Consumer warpgroup 0 or 1: dK and dV of 64 keys of every tile.
 
     With SCORES_AHEAD, the next row tile's scores run beside dK, which reads dS from shared memory. Without it, dK reads
     dS from registers, and the scores run after dK.
     """
-    _tensors, _scalars, shared, barriers = args
+    tensors, scalars, shared, barriers = args
     SCORES_AHEAD: gl.constexpr = FORM.SCORES_AHEAD
     VALUE_STAGES: gl.constexpr = FORM.VALUE_STAGES
     STORE_WARPS: gl.constexpr = FORM.STORE_WARPS
@@ -217,9 +179,7 @@ def _accumulate_dkv(WARPGROUP: gl.constexpr, args, FORM: gl.constexpr):
                     dk_tail = warpgroup_mma(gl.convert_layout(dscores, TAIL_OPERAND), columns, dk_tail, is_async=True)
             mbarrier.wait(barriers.ds_free.index(stage), free_phase(step, 2))
             shared.ds.index(stage * 2 + WARPGROUP).store(dscores)
-            fence_async_shared()
-            group_barrier()
-            mbarrier.arrive(barriers.ds_full.index(stage), count=1)
+            publish(barriers.ds_full.index(stage))
             step += 1
             if SCORES_AHEAD:
                 dk = warpgroup_mma(shared.ds.index(stage * 2 + WARPGROUP), queries, dk, is_async=True)
@@ -235,60 +195,23 @@ def _accumulate_dkv(WARPGROUP: gl.constexpr, args, FORM: gl.constexpr):
             release_rows(stage, FORM)
             if SCORES_AHEAD:
                 weights, slopes = softmax_weights(scores, stage ^ 1, args, WARPGROUP, FORM, S, DTYPE)
-        _epilogue(
-            dk, dk_tail, dv, shared.k.index(k_index), shared.v.index(v_stage * 2 + WARPGROUP),
-            barriers.dkv_full.index(v_stage * STORE_WARPS + WARPGROUP % STORE_WARPS), step - 1, row_tiles, kv_plane,
-            column, args, FORM, DTYPE,
+        k_tile, v_tile = shared.k.index(k_index), shared.v.index(v_stage * 2 + WARPGROUP)
+        full = barriers.dkv_full.index(v_stage * STORE_WARPS + WARPGROUP % STORE_WARPS)
+        if row_tiles == 0:  # products with keys and values, which may be infinite
+            dk = gl.zeros([64, BLOCK_V], gl.float32, KV)
+            dv = gl.zeros([64, BLOCK_V], gl.float32, KV)
+            if TAIL > 0:
+                dk_tail = gl.zeros([64, TAIL], gl.float32, KEYS_TAIL)
+        stage_gradient(dv, dv, 1.0, v_tile, tensors.dv_rows, kv_plane, column, args, 0, FORM.V_HEAD_DIM, FORM)
+        mbarrier.wait(barriers.ds_free.index((step - 1) & 1), full_phase(step - 1, 2))  # the last dQ has read the keys
+        stage_gradient(
+            dk, dk_tail, scalars.scale, k_tile, tensors.dk_rows, kv_plane, column, args, TAIL, FORM.HEAD_DIM, FORM
         )  # fmt: skip
+        publish(full)
         item += 1
         if not SCORES_AHEAD:
             mbarrier.wait(barriers.q_full.index(step & 1), full_phase(step, 2))
         row_tiles = read_row_slot(step, Slot.ROW_TILES, args)
-
-
-@gluon.jit
-def _accumulate_dq(args, FORM: gl.constexpr):
-    """Third warpgroup: each row tile's share of dQ, in pieces of its rows or dims."""
-    _tensors, _scalars, shared, barriers = args
-    BLOCK_D: gl.constexpr = FORM.BLOCK_D
-    PIECES: gl.constexpr = FORM.DQ_PIECES
-    DQ_STAGES: gl.constexpr = FORM.DQ_STAGES
-    DQ_ROWS: gl.constexpr = FORM.DQ_ROWS
-    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_ROWS, 16])
-    no_dq = gl.zeros([64, DQ_ROWS], gl.float32, DQ)
-    step = 0
-    item = 0
-    row_tiles = await_rows(step, args)
-    while row_tiles >= 0:
-        for _ in range(gl.maximum(row_tiles, 1)):
-            stage = step & 1
-            clear_blind_rows(step, args, FORM)
-            mbarrier.wait(barriers.ds_full.index(stage), full_phase(step, 2))
-            # If it came earlier, the warpgroup might arrive twice before the producer passes once.
-            release_rows(stage, FORM)
-            zero = opaque_zero()
-            for piece in gl.static_range(PIECES):
-                number = step * PIECES + piece
-                dq = no_dq
-                for group in gl.static_range(2):
-                    dscores = shared.ds.index(stage * 2 + group + zero)
-                    keys = shared.k.index(item % FORM.KEY_STAGES * 2 + group + zero).reshape([64, BLOCK_D])
-                    if BLOCK_D == 64:
-                        dscores = dscores.slice(piece * 64, 64, dim=1)
-                    else:
-                        keys = keys.slice(piece * 64, 64, dim=1)
-                    if DQ_ROWS == 32:  # transposed: a product has at least 64 rows
-                        dq = warpgroup_mma(keys.permute((1, 0)), dscores, dq, use_acc=group > 0, is_async=True)
-                    else:
-                        dq = warpgroup_mma(dscores.permute((1, 0)), keys, dq, use_acc=group > 0, is_async=True)
-                dq = warpgroup_mma_wait(0, deps=[dq])
-                mbarrier.wait(barriers.dq_free.index(number % DQ_STAGES), free_phase(number, DQ_STAGES))
-                stage_dq(dq, shared.dq.index(number % DQ_STAGES))
-                mbarrier.arrive(barriers.dq_full.index(number % (2 * DQ_STAGES)), count=1)
-            mbarrier.arrive(barriers.ds_free.index(stage), count=1)
-            step += 1
-        item += 1
-        row_tiles = await_rows(step, args)
 
 
 _SIZES = ["heads", "kv_heads", "kv_planes", "unsorted", "mask_batch", "mask_heads", "q_len", "kv_len", "n_kv",
@@ -371,7 +294,7 @@ def backward_kernel(
             [
                 (_accumulate_dkv, (0, args, FORM)),
                 (_accumulate_dkv, (1, args, FORM)),
-                (_accumulate_dq, (args, FORM)),
+                (accumulate_dq, (args, FORM)),
                 (produce, (args, FORM)),
                 (store_gradients, (0, args, FORM)),
                 (store_gradients, (1, args, FORM)),
@@ -399,7 +322,7 @@ def scale_dq_kernel(
     dq_accum, dq, order, dq_b, dq_h, dq_s, heads, q_len, n_row_tiles, scale,
     SCATTER: tl.constexpr, BLOCK_M: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Scale ROWS rows of the sums, in the order of `stage_dq`, and store them to dq [B, Hq, Sq, D].
+    """Scale ROWS rows of the sums, in the order of `backward_roles._stage_dq`, and store them to dq [B, Hq, Sq, D].
 
     SCATTER stores each row at its entry in `order`, int32 [B, Hq, Sq].
     """

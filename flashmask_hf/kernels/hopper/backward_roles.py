@@ -22,12 +22,14 @@ from flashmask_hf.kernels.hopper.gluon import (
     mbarrier,
     named_barrier_arrive,
     named_barrier_sync,
+    opaque_zero,
     tma_load,
     tma_reduce_add,
     tma_store,
     tma_store_wait,
     wait_for_count,
     wait_for_writes,
+    warpgroup_mma,
     warpgroup_mma_wait,
 )
 from flashmask_hf.kernels.hopper.pipeline import NEVER, free_phase, full_phase, read_slot, write_slot
@@ -41,17 +43,16 @@ __all__ = [
     "Scalars",
     "Slot",
     "Tensors",
+    "accumulate_dq",
     "await_cleared_rows",
     "await_rows",
-    "clear_blind_rows",
     "downcast",
     "produce",
     "read_row_slot",
     "release_dout",
     "release_rows",
-    "scatter_rows",
     "softmax_weights",
-    "stage_dq",
+    "stage_gradient",
     "store_gradients",
     "upcast",
 ]
@@ -91,7 +92,7 @@ class NamedBarrier:
     DO_FREE = 10
     """The output's gradients may be overwritten, if they have one stage."""
     DO_CLEARED = 11
-    """After `clear_blind_rows`."""
+    """After `_clear_blind_rows`."""
 
 
 class Tensors(NamedTuple):
@@ -101,7 +102,7 @@ class Tensors(NamedTuple):
     k: Any  # descriptor, tiles [64, BLOCK_D]
     v: Any  # descriptor, tiles [64, BLOCK_V]
     dout: Any  # descriptor, tiles [BLOCK_M, BLOCK_V]
-    dq_accum: Any  # descriptor of float32 sums, tiles [2 * DQ_ROWS, 32] in the order of `stage_dq`
+    dq_accum: Any  # descriptor of float32 sums, tiles [2 * DQ_ROWS, 32] in the order of `_stage_dq`
     dk: Any  # descriptor, tiles [64, BLOCK_D]
     dv: Any  # descriptor, tiles [64, BLOCK_V]
     dk_rows: Any  # `dk` as a pointer if SCATTER
@@ -226,13 +227,13 @@ def _has_blind_rows(step, args):
 
 @gluon.jit
 def await_cleared_rows(step, args):
-    """Wait until `clear_blind_rows` is done, in a warpgroup that reads the output's gradients."""
+    """Wait until `_clear_blind_rows` is done, in a warpgroup that reads the output's gradients."""
     if _has_blind_rows(step, args):
         named_barrier_sync(NamedBarrier.DO_CLEARED, 3 * 128)
 
 
 @gluon.jit
-def clear_blind_rows(step, args, FORM: gl.constexpr):
+def _clear_blind_rows(step, args, FORM: gl.constexpr):
     """Set the output's gradients of rows that see nothing to 0, since 0 * NaN is NaN. For the dQ warpgroup."""
     _tensors, _scalars, shared, barriers = args
     BLOCK_M: gl.constexpr = FORM.BLOCK_M
@@ -570,6 +571,53 @@ def produce(args, FORM: gl.constexpr):
 
 
 @gluon.jit
+def accumulate_dq(args, FORM: gl.constexpr):
+    """Third warpgroup: each row tile's share of dQ, in pieces of its rows or dims."""
+    _tensors, _scalars, shared, barriers = args
+    BLOCK_D: gl.constexpr = FORM.BLOCK_D
+    KEY_PARTS: gl.constexpr = FORM.KEY_PARTS
+    PIECES: gl.constexpr = FORM.DQ_PIECES
+    DQ_STAGES: gl.constexpr = FORM.DQ_STAGES
+    DQ_ROWS: gl.constexpr = FORM.DQ_ROWS
+    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_ROWS, 16])
+    no_dq = gl.zeros([64, DQ_ROWS], gl.float32, DQ)
+    step = 0
+    item = 0
+    row_tiles = await_rows(step, args)
+    while row_tiles >= 0:
+        for _ in range(gl.maximum(row_tiles, 1)):
+            stage = step & 1
+            _clear_blind_rows(step, args, FORM)
+            mbarrier.wait(barriers.ds_full.index(stage), full_phase(step, 2))
+            # If it came earlier, the warpgroup might arrive twice before the producer passes once.
+            release_rows(stage, FORM)
+            zero = opaque_zero()
+            for piece in gl.static_range(PIECES):
+                number = step * PIECES + piece
+                dq = no_dq
+                for part in gl.static_range(KEY_PARTS):
+                    dscores = shared.ds.index(stage * KEY_PARTS + part + zero)
+                    k_index = item % FORM.KEY_STAGES * KEY_PARTS + part
+                    keys = shared.k.index(k_index + zero).reshape([64, BLOCK_D])
+                    if BLOCK_D == 64:
+                        dscores = dscores.slice(piece * 64, 64, dim=1)
+                    else:
+                        keys = keys.slice(piece * 64, 64, dim=1)
+                    if DQ_ROWS == 32:  # transposed: a product has at least 64 rows
+                        dq = warpgroup_mma(keys.permute((1, 0)), dscores, dq, use_acc=part > 0, is_async=True)
+                    else:
+                        dq = warpgroup_mma(dscores.permute((1, 0)), keys, dq, use_acc=part > 0, is_async=True)
+                dq = warpgroup_mma_wait(0, deps=[dq])
+                mbarrier.wait(barriers.dq_free.index(number % DQ_STAGES), free_phase(number, DQ_STAGES))
+                _stage_dq(dq, shared.dq.index(number % DQ_STAGES))
+                mbarrier.arrive(barriers.dq_full.index(number % (2 * DQ_STAGES)), count=1)
+            mbarrier.arrive(barriers.ds_free.index(stage), count=1)
+            step += 1
+        item += 1
+        row_tiles = await_rows(step, args)
+
+
+@gluon.jit
 def _count_key_tile(semaphore, row_tiles):
     """Count the key tile at a row tile's semaphore, once its sums are in memory."""
     if row_tiles > 0:
@@ -768,7 +816,7 @@ def softmax_weights(
 
 
 @gluon.jit
-def stage_dq(dq, dq_piece):
+def _stage_dq(dq, dq_piece):
     """Store a piece of dQ [64, N] to shared memory, each thread's four neighbours together against bank conflicts."""
     N: gl.constexpr = dq.shape[1]
     dq_piece.store(dq.reshape([4, 2, 4, 2, N // 8, 4, 2]).permute([4, 0, 2, 3, 5, 1, 6]).reshape([2 * N, 32]))
@@ -777,12 +825,32 @@ def stage_dq(dq, dq_piece):
 
 
 @gluon.jit
-def scatter_rows(tile, rows, head_dim: gl.constexpr, kv_plane, column, args, COLUMNS: gl.constexpr):
+def stage_gradient(
+    gradient, high, scale, tile, rows, kv_plane, column, args,
+    HIGH: gl.constexpr, HEAD_DIM: gl.constexpr, FORM: gl.constexpr,
+):  # fmt: skip
+    """Put a scaled gradient of 64 keys in the place of the keys or values: its first dims, and if HIGH, as many more.
+
+    With SCATTER, store it from there to the rows that `k_order` names.
+    """
+    _tensors, _scalars, shared, _barriers = args
+    LOW: gl.constexpr = gradient.shape[1]
+    tile = tile.reshape([64, tile.shape[3]])
+    tile.slice(0, LOW, dim=1).store(downcast(gradient * scale, shared.q.dtype))
+    if HIGH > 0:
+        tile.slice(LOW, HIGH, dim=1).store(downcast(high * scale, shared.q.dtype))
+    if FORM.SCATTER:
+        _scatter_rows(tile, rows, HEAD_DIM, kv_plane, column, args)
+
+
+@gluon.jit
+def _scatter_rows(tile, rows, head_dim: gl.constexpr, kv_plane, column, args):
     """Store a tile [64, COLUMNS] of gradients from shared memory to the rows that `k_order` names.
 
     `rows` is the gradient [B, Skv, Hkv, head_dim], `column` the first key of the tile.
     """
     tensors, scalars, _shared, _barriers = args
+    COLUMNS: gl.constexpr = tile.shape[1]
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
     keys = column + gl.arange(0, 64, gl.SliceLayout(1, ROWS))
     order = tensors.k_order + kv_plane.to(gl.int64) * scalars.kv_len

@@ -30,18 +30,15 @@ from flashmask_hf.kernels.hopper.backward_roles import (
     Slot,
     await_cleared_rows,
     await_rows,
-    clear_blind_rows,
     downcast,
     read_row_slot,
     release_dout,
     release_rows,
-    scatter_rows,
     softmax_weights,
-    stage_dq,
+    stage_gradient,
     upcast,
 )
 from flashmask_hf.kernels.hopper.gluon import (
-    fence_async_shared,
     gl,
     gluon,
     group_barrier,
@@ -50,9 +47,9 @@ from flashmask_hf.kernels.hopper.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashmask_hf.kernels.hopper.pipeline import free_phase, full_phase, issue_dots, piece_count
+from flashmask_hf.kernels.hopper.pipeline import free_phase, full_phase, issue_dots, piece_count, publish
 
-__all__ = ["accumulate_dk", "accumulate_dq", "accumulate_dv"]
+__all__ = ["accumulate_dk", "accumulate_dv"]
 
 
 @gluon.constexpr_function
@@ -120,13 +117,9 @@ def accumulate_dv(args, FORM: gl.constexpr):
         if row_tiles == 0:  # products with keys and values, which may be infinite
             dv = gl.zeros([64, BLOCK_V], gl.float32, VALUES)
         mbarrier.wait(barriers.ds_full.index(step & 1), full_phase(step, 2))  # the values have been read
-        tile = shared.v.index(0).reshape([64, BLOCK_V])
-        tile.store(downcast(dv, DTYPE))
-        if FORM.SCATTER:
-            scatter_rows(tile, tensors.dv_rows, FORM.V_HEAD_DIM, kv_plane, column, args, BLOCK_V)
-        fence_async_shared()
-        group_barrier()
-        mbarrier.arrive(barriers.dkv_full.index(0), count=1)
+        values = shared.v.index(0)
+        stage_gradient(dv, dv, 1.0, values, tensors.dv_rows, kv_plane, column, args, 0, FORM.V_HEAD_DIM, FORM)
+        publish(barriers.dkv_full.index(0))
         step += 1
         row_tiles = await_rows(step, args)
 
@@ -150,6 +143,7 @@ def accumulate_dk(args, FORM: gl.constexpr):
         column = read_row_slot(step, Slot.KEY_TILE, args) * 64
         kv_plane = read_row_slot(step, Slot.KV_PLANE, args)
         dk = gl.zeros([64, LOW], gl.float32, KEYS)
+        high_dk = dk  # unused without high dims
         if HIGH > 0:
             high_dk = gl.zeros([64, HIGH], gl.float32, HIGH_KEYS)
         for _ in range(gl.maximum(row_tiles, 1)):
@@ -175,9 +169,7 @@ def accumulate_dk(args, FORM: gl.constexpr):
                 operand = gl.convert_layout(dscores, gl.DotOperandLayout(0, HIGH_KEYS, 2))
                 high_dk = warpgroup_mma(operand, high_queries, high_dk, is_async=True)
             shared.ds.index(stage).store(dscores)
-            fence_async_shared()
-            group_barrier()
-            mbarrier.arrive(barriers.ds_full.index(stage), count=1)
+            publish(barriers.ds_full.index(stage))
             if HIGH > 0:
                 dk, high_dk = warpgroup_mma_wait(0, deps=[dk, high_dk])
             else:
@@ -189,46 +181,9 @@ def accumulate_dk(args, FORM: gl.constexpr):
             if HIGH > 0:
                 high_dk = gl.zeros([64, HIGH], gl.float32, HIGH_KEYS)
         mbarrier.wait(barriers.ds_free.index((step - 1) & 1), full_phase(step - 1, 2))  # the last dQ has read the keys
-        tile = shared.k.index(0).reshape([64, BLOCK_D])
-        tile.slice(0, LOW, dim=1).store(downcast(dk * scalars.scale, DTYPE))
-        if HIGH > 0:
-            tile.slice(LOW, HIGH, dim=1).store(downcast(high_dk * scalars.scale, DTYPE))
-        if FORM.SCATTER:
-            scatter_rows(tile, tensors.dk_rows, FORM.HEAD_DIM, kv_plane, column, args, BLOCK_D)
-        fence_async_shared()
-        group_barrier()
-        mbarrier.arrive(barriers.dkv_full.index(0), count=1)
-        row_tiles = await_rows(step, args)
-
-
-@gluon.jit
-def accumulate_dq(args, FORM: gl.constexpr):
-    """Third warpgroup: each row tile's share of dQ, in pieces [64, 64]."""
-    _tensors, _scalars, shared, barriers = args
-    PIECES: gl.constexpr = FORM.DQ_PIECES
-    DQ_STAGES: gl.constexpr = FORM.DQ_STAGES
-    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    no_dq = gl.zeros([64, 64], gl.float32, DQ)
-    step = 0
-    row_tiles = await_rows(step, args)
-    while row_tiles >= 0:
-        for _ in range(gl.maximum(row_tiles, 1)):
-            stage = step & 1
-            clear_blind_rows(step, args, FORM)
-            mbarrier.wait(barriers.ds_full.index(stage), full_phase(step, 2))
-            # If it came earlier, the warpgroup might arrive twice before the producer passes once.
-            release_rows(stage, FORM)
-            zero = opaque_zero()
-            dscores = shared.ds.index(stage + zero).permute((1, 0))  # [rows, keys]
-            keys = shared.k.index(zero).reshape([64, FORM.BLOCK_D])
-            for piece in gl.static_range(PIECES):
-                number = step * PIECES + piece
-                columns = keys.slice(piece * 64, 64, dim=1)
-                dq = warpgroup_mma(dscores, columns, no_dq, use_acc=False, is_async=True)
-                dq = warpgroup_mma_wait(0, deps=[dq])
-                mbarrier.wait(barriers.dq_free.index(number % DQ_STAGES), free_phase(number, DQ_STAGES))
-                stage_dq(dq, shared.dq.index(number % DQ_STAGES))
-                mbarrier.arrive(barriers.dq_full.index(number % (2 * DQ_STAGES)), count=1)
-            mbarrier.arrive(barriers.ds_free.index(stage), count=1)
-            step += 1
+        k_tile = shared.k.index(0)
+        stage_gradient(
+            dk, high_dk, scalars.scale, k_tile, tensors.dk_rows, kv_plane, column, args, HIGH, FORM.HEAD_DIM, FORM
+        )  # fmt: skip
+        publish(barriers.dkv_full.index(0))
         row_tiles = await_rows(step, args)

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from flashmask_hf.kernels.hopper.gluon import gl, gluon, warpgroup_mma
+from flashmask_hf.kernels.hopper.gluon import fence_async_shared, gl, gluon, group_barrier, mbarrier, warpgroup_mma
 
-__all__ = ["NEVER", "free_phase", "full_phase", "issue_dots", "piece_count", "read_slot", "write_slot"]
+__all__ = [
+    "NEVER",
+    "free_phase",
+    "full_phase",
+    "issue_dots",
+    "piece_count",
+    "publish",
+    "read_slot",
+    "write_slot",
+]
 
 NEVER = gl.constexpr(2147483647)
 """End of an interval without an end."""
@@ -20,6 +29,14 @@ def full_phase(n, STAGES: gl.constexpr):
 def free_phase(n, STAGES: gl.constexpr):
     """Return the parity to wait for at a "free" mbarrier before writing number `n`; the first round does not wait."""
     return ((n // STAGES) & 1) ^ 1
+
+
+@gluon.jit
+def publish(barrier):
+    """Arrive at an mbarrier, after all warps of the role and what they stored for products and TMA."""
+    fence_async_shared()
+    group_barrier()
+    mbarrier.arrive(barrier)
 
 
 @gluon.jit
