@@ -75,7 +75,7 @@ from flashmask_hf.kernels.hopper.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashmask_hf.kernels.hopper.pipeline import free_phase, full_phase, issue_dots, piece_count, publish
+from flashmask_hf.kernels.hopper.pipeline import free_phase, full_phase, issue_dots, make_barriers, piece_count, publish
 
 __all__ = ["Form", "backward_kernel", "scale_dq_kernel"]
 
@@ -105,7 +105,7 @@ class Barriers(NamedTuple):
     ds_free: Any  # by stage
     dq_full: Any  # by piece modulo 2 * DQ_STAGES, since store warps may alternate
     dq_free: Any  # by piece modulo DQ_STAGES
-    weights_full: Any  # by stage, in the wide form
+    weights_full: Any  # by stage, in the wide form, or None
 
 
 @gluon.jit
@@ -226,7 +226,6 @@ def backward_kernel(
     scale, factor, cap_factor, FORM: gl.constexpr,
 ):  # fmt: skip
     """Set up shared memory and start the roles."""
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BLOCK_M: gl.constexpr = FORM.BLOCK_M
     BLOCK_D: gl.constexpr = FORM.BLOCK_D
@@ -250,32 +249,17 @@ def backward_kernel(
         slots=gl.allocate_shared_memory(gl.int32, [2 * Slot.COUNT, 1], PLAIN),
     )
     barriers = Barriers(
-        keys_free=gl.allocate_shared_memory(gl.int64, [KEY_STAGES, 1], BARRIER),
-        dkv_full=gl.allocate_shared_memory(gl.int64, [VALUE_STAGES * GRADIENT_WARPS, 1], BARRIER),
-        q_full=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
-        do_full=gl.allocate_shared_memory(gl.int64, [DO_STAGES, 1], BARRIER),
-        ds_full=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
-        ds_free=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
-        dq_full=gl.allocate_shared_memory(gl.int64, [2 * DQ_STAGES, 1], BARRIER),
-        dq_free=gl.allocate_shared_memory(gl.int64, [DQ_STAGES, 1], BARRIER),
-        weights_full=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
+        keys_free=make_barriers(KEY_STAGES, GRADIENT_WARPS),
+        dkv_full=make_barriers(VALUE_STAGES * GRADIENT_WARPS, 2 // GRADIENT_WARPS),
+        q_full=make_barriers(2),
+        do_full=make_barriers(DO_STAGES),
+        ds_full=make_barriers(2, KEY_PARTS),
+        ds_free=make_barriers(2),
+        dq_full=make_barriers(2 * DQ_STAGES),
+        dq_free=make_barriers(DQ_STAGES),
+        # Triton would reuse the memory of unused barriers, which PTX leaves undefined.
+        weights_full=make_barriers(2) if KEY_PARTS == 1 else None,
     )
-    for i in gl.static_range(KEY_STAGES):
-        mbarrier.init(barriers.keys_free.index(i), count=GRADIENT_WARPS)
-    for i in gl.static_range(VALUE_STAGES * GRADIENT_WARPS):
-        mbarrier.init(barriers.dkv_full.index(i), count=2 // GRADIENT_WARPS)
-    for i in gl.static_range(DO_STAGES):
-        mbarrier.init(barriers.do_full.index(i), count=1)
-    for i in gl.static_range(2 * DQ_STAGES):
-        mbarrier.init(barriers.dq_full.index(i), count=1)
-    for i in gl.static_range(DQ_STAGES):
-        mbarrier.init(barriers.dq_free.index(i), count=1)
-    for i in gl.static_range(2):
-        mbarrier.init(barriers.q_full.index(i), count=1)
-        mbarrier.init(barriers.ds_full.index(i), count=KEY_PARTS)
-        mbarrier.init(barriers.ds_free.index(i), count=1)
-        if KEY_PARTS == 1:  # Triton would reuse the memory of an unused barrier, which PTX leaves undefined
-            mbarrier.init(barriers.weights_full.index(i), count=1)
     fence_async_shared()
 
     tensors = Tensors(

@@ -55,7 +55,15 @@ from flashmask_hf.kernels.hopper.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashmask_hf.kernels.hopper.pipeline import NEVER, free_phase, full_phase, issue_dots, read_slot, write_slot
+from flashmask_hf.kernels.hopper.pipeline import (
+    NEVER,
+    free_phase,
+    full_phase,
+    issue_dots,
+    make_barriers,
+    read_slot,
+    write_slot,
+)
 from flashmask_hf.kernels.shared.bounds import end_bound, other_end_bound, other_start_bound
 from flashmask_hf.kernels.shared.device import LN_2, LOG2_E, LOWEST, softcap_tanh
 
@@ -624,19 +632,14 @@ def forward_kernel(
         slots=gl.allocate_shared_memory(gl.int32, [2 * Slot.COUNT, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
     )
     barriers = Barriers(
-        full=gl.allocate_shared_memory(gl.int64, [Full.COUNT, 1], mbarrier.MBarrierLayout()),
+        full=make_barriers(Full.COUNT),
         free=gl.allocate_shared_memory(gl.int64, [Free.COUNT, 1], mbarrier.MBarrierLayout()),
-        k_full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
-        v_full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
+        k_full=make_barriers(STAGES),
+        v_full=make_barriers(STAGES),
     )
-    for i in gl.static_range(Full.COUNT):
-        mbarrier.init(barriers.full.index(i), count=1)
     for i in gl.static_range(2):
         mbarrier.init(barriers.free.index(Free.WORK + i), count=WARPGROUPS + 1)
         mbarrier.init(barriers.free.index(Free.Q + i), count=WARPGROUPS)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(barriers.k_full.index(i), count=1)
-        mbarrier.init(barriers.v_full.index(i), count=1)
     fence_async_shared()
 
     tensors = Tensors(q, k, v, out, q_tail, k_tail, out_rows, order, lse, sinks, indices, tiles, counts, counter)

@@ -9,6 +9,7 @@ __all__ = [
     "free_phase",
     "full_phase",
     "issue_dots",
+    "make_barriers",
     "piece_count",
     "publish",
     "read_slot",
@@ -17,6 +18,15 @@ __all__ = [
 
 NEVER = gl.constexpr(2147483647)
 """End of an interval without an end."""
+
+
+@gluon.jit
+def make_barriers(STAGES: gl.constexpr, ARRIVALS: gl.constexpr = 1):
+    """Return mbarriers [STAGES, 1] that each wait for ARRIVALS."""
+    barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(barriers.index(i), count=ARRIVALS)
+    return barriers
 
 
 @gluon.jit
