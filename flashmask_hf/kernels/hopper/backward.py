@@ -26,7 +26,7 @@ __all__ = ["prepare_backward"]
 
 
 class Tiles(NamedTuple):
-    """Tile sizes and stages, constants of `Form`."""
+    """Tile sizes, stages and registers, constants of `Form`."""
 
     BLOCK_M: int
     KEY_PARTS: int
@@ -35,13 +35,15 @@ class Tiles(NamedTuple):
     DO_STAGES: int
     DQ_STAGES: int
     STORE_WARPS: int
+    REGISTERS: int
+    DQ_REGISTERS: int
 
 
 _TILES = {
-    Widths(64): Tiles(128, 2, 2, 2, 2, 2, 1),
-    Widths(128): Tiles(64, 2, 2, 1, 2, 2, 2),
-    Widths(128, 64): Tiles(32, 2, 1, 1, 2, 4, 2),
-    Widths(256): Tiles(64, 1, 1, 1, 1, 3, 1),
+    Widths(64): Tiles(128, 2, 2, 2, 2, 2, 1, 208, 64),
+    Widths(128): Tiles(64, 2, 2, 1, 2, 2, 2, 208, 64),
+    Widths(128, 64): Tiles(32, 2, 1, 1, 2, 4, 2, 216, 48),
+    Widths(256): Tiles(64, 1, 1, 1, 1, 3, 1, 192, 64),
 }
 """Tiles by widths."""
 

@@ -214,6 +214,17 @@ def _accumulate_dkv(WARPGROUP: gl.constexpr, args, FORM: gl.constexpr):
         row_tiles = read_row_slot(step, Slot.ROW_TILES, args)
 
 
+@gluon.jit
+def _accumulate_dk_dv(WARPGROUP: gl.constexpr, args, FORM: gl.constexpr):
+    """Consumer warpgroup 0 or 1: dK and dV of 64 keys each or, in the wide form, dV or dK."""
+    if FORM.KEY_PARTS == 2:
+        _accumulate_dkv(WARPGROUP, args, FORM)
+    elif WARPGROUP == 0:
+        accumulate_dv(args, FORM)
+    else:
+        accumulate_dk(args, FORM)
+
+
 _SIZES = ["heads", "kv_heads", "kv_planes", "unsorted", "mask_batch", "mask_heads", "q_len", "kv_len", "n_kv",
           "n_columns", "padded_len"]  # fmt: skip
 
@@ -271,34 +282,18 @@ def backward_kernel(
         padded_len, scale, factor, cap_factor,
     )  # fmt: skip
     args = (tensors, scalars, shared, barriers)
-    if KEY_PARTS == 2:
-        # Of 512 for four warpgroups (the single warps are the last), the first one gets the rest.
-        REGISTERS: gl.constexpr = [216, 48, 32, 32, 32] if BLOCK_D > 128 else [208, 64, 32, 32, 32]
-        gl.warp_specialize(
-            [
-                (_accumulate_dkv, (0, args, FORM)),
-                (_accumulate_dkv, (1, args, FORM)),
-                (accumulate_dq, (args, FORM)),
-                (produce, (args, FORM)),
-                (store_gradients, (0, args, FORM)),
-                (store_gradients, (1, args, FORM)),
-            ],
-            [4, 4, 1, 1, 1],
-            REGISTERS,
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (accumulate_dv, (args, FORM)),
-                (accumulate_dk, (args, FORM)),
-                (accumulate_dq, (args, FORM)),
-                (produce, (args, FORM)),
-                (store_gradients, (0, args, FORM)),
-                (store_gradients, (1, args, FORM)),
-            ],
-            [4, 4, 1, 1, 1],
-            [192, 64, 32, 32, 32],  # leaves 224 for dV; with fewer, the assembler serializes products
-        )
+    gl.warp_specialize(
+        [
+            (_accumulate_dk_dv, (0, args, FORM)),
+            (_accumulate_dk_dv, (1, args, FORM)),
+            (accumulate_dq, (args, FORM)),
+            (produce, (args, FORM)),
+            (store_gradients, (0, args, FORM)),
+            (store_gradients, (1, args, FORM)),
+        ],
+        [4, 4, 1, 1, 1],
+        [FORM.REGISTERS, FORM.DQ_REGISTERS, 32, 32, 32],
+    )
 
 
 @triton.jit(do_not_specialize=["heads", "q_len", "n_row_tiles"])

@@ -182,6 +182,11 @@ class Form(NamedTuple):
     DO_STAGES: int
     DQ_STAGES: int
     STORE_WARPS: int
+    REGISTERS: int
+    """Registers per thread of the second warpgroup. Of 512 for four warpgroups (the last is the single warps, of 32
+    each), the first warpgroup gets the rest. With fewer for dV of wide heads, the assembler serializes products."""
+    DQ_REGISTERS: int
+    """Registers per thread of the dQ warpgroup."""
     SCORES_AHEAD: bool
     """Whether the next row tile's scores run beside dK; ignored by `backward_wide`."""
 
