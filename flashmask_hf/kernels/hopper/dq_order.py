@@ -39,16 +39,16 @@ __all__ = ["DqOrder", "may_walk_upwards", "prepare_dq_order"]
 
 _BAND_ROWS = 512
 """Rows per band where many key tiles have near leads."""
-_FIRST_BAND_ROWS = 128
+_FIRST_BAND_ROWS = tl.constexpr(128)
 """Rows of the first band where few key tiles have near leads; the other rows are one band."""
 _UPWARD_GROUP = 4
 """Fewest query heads per key-value head for walks upwards."""
-_SKIPPED_SHARE = 8
+_SKIPPED_SHARE = tl.constexpr(8)
 """Key tiles count as skipping rows if together they skip more than 1 / _SKIPPED_SHARE of the row tiles that they walk
 (not tuned)."""
-_SEGMENTS = VISIBLE_SEGMENTS + PARTIAL_SEGMENTS
+_SEGMENTS = tl.constexpr(VISIBLE_SEGMENTS + PARTIAL_SEGMENTS)
 _LANES = 128
-_SUMS = 5
+_SUMS = tl.constexpr(5)
 """Sums per LANES key tiles and direction (`_order_key_tiles`)."""
 
 
@@ -96,14 +96,13 @@ def prepare_dq_order(problem: Problem, block_m: int, block_n: int, programs: int
     new_ranks = packed_layout(mask_batch, mask_heads, n_rows, n_columns, dtype=torch.int16, device=device).allocator()
     new_semaphores = packed_layout(n_dq_tiles, dtype=torch.int32, device=device).allocator()
     new_order = packed_layout(directions, n_lines, n_columns, dtype=torch.int32, device=device).allocator()
-    new_sums = packed_layout(directions, n_lines * n_blocks, _SUMS, dtype=torch.int32, device=device).allocator()
+    new_sums = packed_layout(directions, n_lines * n_blocks, _SUMS.value, dtype=torch.int32, device=device).allocator()
     new_schedule = packed_layout(4, dtype=torch.int32, device=device).allocator()
     order = Launch(
         _order_key_tiles,
         directions * n_lines * n_blocks,
         n_rows, n_columns, n_blocks, n_lines, masks_of_group,
-        BAND=_BAND_ROWS // block_m, LEVEL=COLUMNS // block_n, NEAR=block_n // block_m, SEGMENTS=_SEGMENTS,
-        LANES=_LANES, SUMS=_SUMS, num_warps=4,
+        BAND=_BAND_ROWS // block_m, LEVEL=COLUMNS // block_n, NEAR=block_n // block_m, LANES=_LANES, num_warps=4,
     )  # fmt: skip
     rank = Launch(
         _rank_key_tiles,
@@ -111,8 +110,7 @@ def prepare_dq_order(problem: Problem, block_m: int, block_n: int, programs: int
         n_rows, n_columns, n_lines, masks_of_group, n_dq_tiles, n_lines * n_blocks, batch * kv_heads,
         programs, heads // kv_heads // masks_of_group, block_n // 2,
         GROUPED=heads > kv_heads, UPWARD=directions == 2, CAUSAL=problem.causal, ONE_MASK=masks_of_group == 1,
-        BLOCK_M=block_m, FIRST_BAND_ROWS=_FIRST_BAND_ROWS, BAND_ROWS=_BAND_ROWS, SKIPPED_SHARE=_SKIPPED_SHARE,
-        SEGMENTS=_SEGMENTS, LANES=_LANES, SUMS=_SUMS, num_warps=4,
+        BLOCK_M=block_m, BAND_ROWS=_BAND_ROWS, LANES=_LANES, num_warps=4,
     )  # fmt: skip
 
     def make(indices: Tensor) -> DqOrder:
@@ -126,7 +124,7 @@ def prepare_dq_order(problem: Problem, block_m: int, block_n: int, programs: int
 
 
 @triton.jit
-def _read_walks(segments, tiles, n_rows, n_columns, members, upward, SEGMENTS: tl.constexpr):
+def _read_walks(segments, tiles, n_rows, n_columns, members, upward):
     """Return (leads, row tiles walked, row tiles skipped between them) of key tiles, summed over a group of masks.
 
     `segments` are [n_columns, SEGMENTS, 2] of the group's first mask. Sums are 0 for `tiles` from `n_columns` on. A
@@ -137,11 +135,11 @@ def _read_walks(segments, tiles, n_rows, n_columns, members, upward, SEGMENTS: t
     walked = tl.zeros_like(tiles)
     skipped = tl.zeros_like(tiles)
     for member in range(members):
-        at = segments + (member * n_columns + tiles.to(tl.int64)) * (SEGMENTS * 2)
+        at = segments + (member * n_columns + tiles.to(tl.int64)) * (_SEGMENTS * 2)
         first = tl.full(tiles.shape, 2147483647, tl.int32)
         last = tl.zeros_like(tiles)
         seen = tl.zeros_like(tiles)
-        for segment in tl.static_range(SEGMENTS):
+        for segment in tl.static_range(_SEGMENTS):
             start = tl.load(at + segment * 2, mask=inside, other=0)
             end = tl.load(at + segment * 2 + 1, mask=inside, other=0)
             first = tl.where(end > start, tl.minimum(first, start), first)
@@ -156,8 +154,7 @@ def _read_walks(segments, tiles, n_rows, n_columns, members, upward, SEGMENTS: t
 @triton.jit(do_not_specialize=["n_rows", "n_columns", "n_blocks", "n_lines", "members"])
 def _order_key_tiles(
     segments, key_tile_order, sums, n_rows, n_columns, n_blocks, n_lines, members,
-    BAND: tl.constexpr, LEVEL: tl.constexpr, NEAR: tl.constexpr, SEGMENTS: tl.constexpr, LANES: tl.constexpr,
-    SUMS: tl.constexpr,
+    BAND: tl.constexpr, LEVEL: tl.constexpr, NEAR: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Place LANES key tiles of a group of masks by lead, the greatest first; of equal leads, the last keys first.
 
@@ -173,15 +170,15 @@ def _order_key_tiles(
     line = (tl.program_id(0) // n_blocks).to(tl.int64)
     upward = line >= n_lines
     tiles = tl.program_id(0) % n_blocks * LANES + tl.arange(0, LANES)
-    segments += line % n_lines * members * n_columns * SEGMENTS * 2
-    leads, walked, skipped = _read_walks(segments, tiles, n_rows, n_columns, members, upward, SEGMENTS)
+    segments += line % n_lines * members * n_columns * _SEGMENTS * 2
+    leads, walked, skipped = _read_walks(segments, tiles, n_rows, n_columns, members, upward)
     places = tl.zeros_like(tiles)
     equals = tl.zeros_like(tiles)
     near = tl.zeros_like(tiles)
     width = tl.where(upward, BAND, 1)
     for first in range(0, n_columns, LANES):
         others = first + tl.arange(0, LANES)
-        their_leads, they_walk, _ = _read_walks(segments, others, n_rows, n_columns, members, upward, SEGMENTS)
+        their_leads, they_walk, _ = _read_walks(segments, others, n_rows, n_columns, members, upward)
         later_keys = others[None, :] > tiles[:, None]
         ahead = (their_leads // width)[None, :] - (leads // width)[:, None]
         before = ((ahead > 0) | ((ahead == 0) & later_keys)) & (others < n_columns)[None, :]
@@ -192,7 +189,7 @@ def _order_key_tiles(
         equals += tl.sum(equal.to(tl.int32), 1)
         near = tl.maximum(near, tl.max(close.to(tl.int32), 1))
     see = (walked > 0).to(tl.int32)
-    sums += tl.program_id(0) * SUMS
+    sums += tl.program_id(0) * _SUMS
     tl.store(sums, tl.sum(walked, 0))
     tl.store(sums + 1, tl.sum(skipped, 0))
     tl.store(sums + 2, tl.sum(see, 0))
@@ -211,8 +208,7 @@ def _rank_key_tiles(
     segments, key_tile_order, sums, ranks, semaphores, schedule,
     n_rows, n_columns, n_lines, group, n_semaphores, n_sums, kv_planes, programs, repeats, apart,
     GROUPED: tl.constexpr, UPWARD: tl.constexpr, CAUSAL: tl.constexpr, ONE_MASK: tl.constexpr, BLOCK_M: tl.constexpr,
-    FIRST_BAND_ROWS: tl.constexpr, BAND_ROWS: tl.constexpr, SKIPPED_SHARE: tl.constexpr, SEGMENTS: tl.constexpr,
-    LANES: tl.constexpr, SUMS: tl.constexpr,
+    BAND_ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Choose the schedule, rank the key tiles of one row tile, and clear a share of the semaphores.
 
@@ -233,11 +229,11 @@ def _rank_key_tiles(
     """
     upward = _choose_schedule(
         sums, schedule, n_sums, kv_planes, programs, repeats, apart, n_rows,
-        GROUPED, UPWARD, CAUSAL, ONE_MASK, BLOCK_M, FIRST_BAND_ROWS, BAND_ROWS, SKIPPED_SHARE, LANES, SUMS,
+        GROUPED, UPWARD, CAUSAL, ONE_MASK, BLOCK_M, BAND_ROWS, LANES,
     )  # fmt: skip
     row = tl.program_id(0) % n_rows
     mask = (tl.program_id(0) // n_rows).to(tl.int64)
-    segments += mask * n_columns * SEGMENTS * 2
+    segments += mask * n_columns * _SEGMENTS * 2
     ranks += (mask * n_rows + row) * n_columns
     key_tile_order += (upward * n_lines + mask // group) * n_columns
     before = 0
@@ -246,8 +242,8 @@ def _rank_key_tiles(
         inside = lane < n_columns
         tile = tl.load(key_tile_order + lane, mask=inside, other=0)
         walks = tl.zeros([LANES], tl.int32)
-        for segment in tl.static_range(SEGMENTS):
-            at = segments + (tile.to(tl.int64) * SEGMENTS + segment) * 2
+        for segment in tl.static_range(_SEGMENTS):
+            at = segments + (tile.to(tl.int64) * _SEGMENTS + segment) * 2
             start = tl.load(at, mask=inside, other=0)
             end = tl.load(at + 1, mask=inside, other=0)
             walks = tl.where((row >= start) & (row < end), 1, walks)
@@ -263,10 +259,7 @@ def _rank_key_tiles(
 
 
 @triton.jit
-def _add_sums(
-    sums, n_sums,
-    CAUSAL: tl.constexpr, ONE_MASK: tl.constexpr, SKIPPED_SHARE: tl.constexpr, LANES: tl.constexpr, SUMS: tl.constexpr,
-):  # fmt: skip
+def _add_sums(sums, n_sums, CAUSAL: tl.constexpr, ONE_MASK: tl.constexpr, LANES: tl.constexpr):
     """Add the sums of all key tiles in a direction.
 
     All tiles count as level if many rows are skipped or with several masks, where leads do not decide which tiles meet.
@@ -283,16 +276,16 @@ def _add_sums(
     for first in range(0, n_sums, LANES):
         lane = first + tl.arange(0, LANES)
         inside = lane < n_sums
-        walked += tl.load(sums + lane * SUMS, mask=inside, other=0)
-        skipped += tl.load(sums + lane * SUMS + 1, mask=inside, other=0)
-        seeing += tl.load(sums + lane * SUMS + 2, mask=inside, other=0)
-        level += tl.load(sums + lane * SUMS + 3, mask=inside, other=0)
-        near += tl.load(sums + lane * SUMS + 4, mask=inside, other=0)
+        walked += tl.load(sums + lane * _SUMS, mask=inside, other=0)
+        skipped += tl.load(sums + lane * _SUMS + 1, mask=inside, other=0)
+        seeing += tl.load(sums + lane * _SUMS + 2, mask=inside, other=0)
+        level += tl.load(sums + lane * _SUMS + 3, mask=inside, other=0)
+        near += tl.load(sums + lane * _SUMS + 4, mask=inside, other=0)
     row_tiles = tl.sum(walked, 0)
     key_tiles = tl.sum(seeing, 0)
     level_tiles = tl.sum(level, 0)
     near_tiles = tl.sum(near, 0)
-    skip = tl.sum(skipped, 0) * SKIPPED_SHARE > row_tiles
+    skip = tl.sum(skipped, 0) * _SKIPPED_SHARE > row_tiles
     if not CAUSAL:
         level_tiles = tl.where(skip | (not ONE_MASK), key_tiles, level_tiles)
         near_tiles = tl.where(skip | (not ONE_MASK), key_tiles, near_tiles)
@@ -303,21 +296,16 @@ def _add_sums(
 def _choose_schedule(
     sums, schedule, n_sums, kv_planes, programs, repeats, apart, n_rows,
     GROUPED: tl.constexpr, UPWARD: tl.constexpr, CAUSAL: tl.constexpr, ONE_MASK: tl.constexpr, BLOCK_M: tl.constexpr,
-    FIRST_BAND_ROWS: tl.constexpr, BAND_ROWS: tl.constexpr, SKIPPED_SHARE: tl.constexpr, LANES: tl.constexpr,
-    SUMS: tl.constexpr,
+    BAND_ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Choose the schedule, which the first program stores; return 1 for walks upwards, else 0.
 
     If n heads alternate, key tiles of a head begin n / programs of their mean number of row tiles apart.
     """
-    row_tiles, skip, key_tiles, level, near = _add_sums(
-        sums, n_sums, CAUSAL, ONE_MASK, SKIPPED_SHARE, LANES, SUMS
-    )  # fmt: skip
+    row_tiles, skip, key_tiles, level, near = _add_sums(sums, n_sums, CAUSAL, ONE_MASK, LANES)
     up = False
     if UPWARD:
-        _, _, _, upward_level, upward_near = _add_sums(
-            sums + n_sums * SUMS, n_sums, CAUSAL, ONE_MASK, SKIPPED_SHARE, LANES, SUMS
-        )  # fmt: skip
+        _, _, _, upward_level, upward_near = _add_sums(sums + n_sums * _SUMS, n_sums, CAUSAL, ONE_MASK, LANES)
         up = upward_near * 4 > key_tiles
         if CAUSAL:  # tiles skip rows only between documents, where all are level
             skip &= not up
@@ -330,7 +318,7 @@ def _choose_schedule(
     band = all_rows
     if GROUPED:
         few_near = near * 4 <= key_tiles
-        first_band = tl.where(skip, all_rows, tl.where(few_near, FIRST_BAND_ROWS, BAND_ROWS))
+        first_band = tl.where(skip, all_rows, tl.where(few_near, _FIRST_BAND_ROWS, BAND_ROWS))
         band = tl.where(skip | few_near, all_rows, BAND_ROWS)
     upward = tl.where(up, 1, 0)
     # `apart` rows if none are level, four times as many if all are.

@@ -25,6 +25,7 @@ from torch import Tensor
 from flashmask_hf.kernels.launch.launcher import Launch
 from flashmask_hf.kernels.launch.problem import Problem
 from flashmask_hf.kernels.launch.tensor_layout import packed_layout
+from flashmask_hf.kernels.portable.forward import attend
 from flashmask_hf.kernels.shared.bounds import end_bound, other_end_bound, other_start_bound
 from flashmask_hf.kernels.shared.configs import Config, decode_config, decode_splits
 from flashmask_hf.kernels.shared.device import (
@@ -34,10 +35,7 @@ from flashmask_hf.kernels.shared.device import (
     HeadRows,
     block_of,
     dot_precision,
-    hidden_pairs,
     load_intervals,
-    load_tile,
-    softcap_tanh,
 )
 
 __all__ = ["prepare_decode"]
@@ -101,7 +99,6 @@ def _decode(
     """
     n_heads, kv_heads, mask_batch, mask_heads = heads
     dim, v_dim = dims
-    factor, cap_factor = factors
     group = n_heads // kv_heads
     n_tiles = tl.cdiv(group * q_len, BLOCK_M)
     tile = tl.program_id(0) % n_tiles
@@ -156,21 +153,10 @@ def _decode(
             bits = bits - lowest
             nth = (lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127  # its exponent
             column = (block + nth * n_splits) * BLOCK_N
-            keys = load_tile(k, column, BLOCK_N, BLOCK_D, False)  # [BN, D]
-            scores = tl.dot(queries, keys.T, input_precision=PRECISION)  # [BM, BN]
-            if CAP:
-                scores = softcap_tanh(scores, cap_factor)
-            columns = (column + tl.arange(0, BLOCK_N))[None, :]  # [1, BN]
-            intervals = load_intervals(row_indices, columns, columns < kv_len, CAUSAL, N)
-            hidden = hidden_pairs(row[:, None], columns, intervals, (q_len, kv_len), CAUSAL, N)
-            scores = tl.where(hidden, float("-inf"), scores)
-            new_top = tl.maximum(top, tl.max(scores, 1) * factor)
-            weights = tl.math.exp2(scores * factor - new_top[:, None])  # [BM, BN]
-            decay = tl.math.exp2(top - new_top)
-            total = total * decay + tl.sum(weights, 1)
-            values = load_tile(v, column, BLOCK_N, BLOCK_V, False)  # [BN, DV]
-            acc = tl.dot(weights.to(values.dtype), values, acc * decay[:, None], input_precision=PRECISION)
-            top = new_top
+            acc, top, total = attend(
+                acc, top, total, queries, k, v, row_indices, row, column, (q_len, kv_len), factors,
+                True, False, CAUSAL, N, CAP, False, PRECISION, BLOCK_N,
+            )  # fmt: skip
     tl.device_assert(worst < 2, "the mask's indices must lie in 0..q_len; FlashMask.validate(q_len) names the columns")
 
     any_seen = total != 0  # NaN stays NaN

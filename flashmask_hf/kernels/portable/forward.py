@@ -43,14 +43,14 @@ from flashmask_hf.kernels.shared.device import (
 from flashmask_hf.kernels.shared.padding import padded_indices_of, prepare_padding
 from flashmask_hf.tile_plan import ROWS, Plan, plan_columns
 
-__all__ = ["prepare_forward"]
+__all__ = ["attend", "prepare_forward"]
 
 
 @triton.jit
-def _attend(
-    acc, top, total, queries, k, v, indices, row, column, lengths, factors,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, N: tl.constexpr, CAP: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
+def attend(
+    acc, top, total, queries, k, v, indices, rows, column, lengths, factors,
+    MASKED: tl.constexpr, PADDED: tl.constexpr, CAUSAL: tl.constexpr, N: tl.constexpr, CAP: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Return acc, top and total of the online softmax with one more key tile, from key `column` on.
 
@@ -58,9 +58,9 @@ def _attend(
         acc: weighted sum of values so far, [BM, DV].
         top: largest logit so far in units of log2, [BM].
         total: sum of weights so far, [BM].
-        queries: [BM, D], from row `row` on.
+        queries: [BM, D], of query rows `rows` [BM].
         k, v: `HeadRows`.
-        indices: pointer to the padded indices of the mask head.
+        indices: pointer to the indices of the mask head, padded if PADDED; or a pointer per row, [BM, 1].
     """
     factor, cap_factor = factors
     keys = load_tile(k, column, BLOCK_N, queries.shape[1], TMA)  # [BN, D]
@@ -69,9 +69,8 @@ def _attend(
         scores = softcap_tanh(scores, cap_factor)
     if MASKED:
         columns = (column + tl.arange(0, BLOCK_N))[None, :]  # [1, BN]
-        intervals = load_intervals(indices, columns, None, CAUSAL, N)
-        rows = (row + tl.arange(0, queries.shape[0]))[:, None]  # [BM, 1]
-        hidden = hidden_pairs(rows, columns, intervals, lengths, CAUSAL, N)
+        intervals = load_intervals(indices, columns, None if PADDED else columns < lengths[1], CAUSAL, N)
+        hidden = hidden_pairs(rows[:, None], columns, intervals, lengths, CAUSAL, N)
         scores = tl.where(hidden, float("-inf"), scores)
     new_top = tl.maximum(top, tl.max(scores, 1) * factor)
     weights = tl.math.exp2(scores * factor - new_top[:, None])  # [BM, BN]
@@ -123,15 +122,15 @@ def _forward(
     n_partial = tl.load(counts + plan_row * 2 + 1) * SUBTILES
     for step in tl.range(0, n_visible):
         column = (tl.load(tiles + step // SUBTILES).to(tl.int32) * SUBTILES + step % SUBTILES) * BLOCK_N
-        acc, top, total = _attend(
-            acc, top, total, queries, k, v, indices, row, column, lengths, factors,
-            False, CAUSAL, N, CAP, TMA, PRECISION, BLOCK_N,
+        acc, top, total = attend(
+            acc, top, total, queries, k, v, indices, row + tl.arange(0, BLOCK_M), column, lengths, factors,
+            False, True, CAUSAL, N, CAP, TMA, PRECISION, BLOCK_N,
         )  # fmt: skip
     for step in tl.range(0, n_partial):
         column = (tl.load(tiles + n_kv - 1 - step // SUBTILES).to(tl.int32) * SUBTILES + step % SUBTILES) * BLOCK_N
-        acc, top, total = _attend(
-            acc, top, total, queries, k, v, indices, row, column, lengths, factors,
-            True, CAUSAL, N, CAP, TMA, PRECISION, BLOCK_N,
+        acc, top, total = attend(
+            acc, top, total, queries, k, v, indices, row + tl.arange(0, BLOCK_M), column, lengths, factors,
+            True, True, CAUSAL, N, CAP, TMA, PRECISION, BLOCK_N,
         )  # fmt: skip
 
     any_seen = total != 0  # NaN stays NaN
