@@ -33,17 +33,20 @@ _LANES = 256  # tiles that a program classifies at a time
 _SAMPLE = 128  # lists that `_join_rows` samples
 
 
-class _Extremes(NamedTuple):
-    """Lowest and highest bounds of a tile's keys, for both hidden intervals [start, end)."""
+class _Range(NamedTuple):
+    """Lowest and highest value of a bound among a tile's keys."""
 
-    start_min: Any
-    start_max: Any
-    end_min: Any
-    end_max: Any
-    other_start_min: Any
-    other_start_max: Any
-    other_end_min: Any
-    other_end_max: Any
+    low: Any
+    high: Any
+
+
+class _Extremes(NamedTuple):
+    """Ranges of the bounds of both hidden intervals [start, end)."""
+
+    start: Any
+    end: Any
+    other_start: Any
+    other_end: Any
 
 
 @triton.jit
@@ -64,11 +67,11 @@ def _classify(
     """
     first = row_tile * ROWS
     last = tl.minimum(first + ROWS, q_len)
-    hidden = (first >= extremes.start_max) & (last <= extremes.end_min)
-    touched = (first < extremes.end_max) & (last > extremes.start_min)
+    hidden = (first >= extremes.start.high) & (last <= extremes.end.low)
+    touched = (first < extremes.end.high) & (last > extremes.start.low)
     if other_end_bound(N, CAUSAL) is not None:
-        hidden = hidden | ((first >= extremes.other_start_max) & (last <= extremes.other_end_min))
-        touched = touched | ((first < extremes.other_end_max) & (last > extremes.other_start_min))
+        hidden = hidden | ((first >= extremes.other_start.high) & (last <= extremes.other_end.low))
+        touched = touched | ((first < extremes.other_end.high) & (last > extremes.other_start.low))
     if CAUSAL:
         hidden = hidden | (last - 1 + kv_len - q_len < column)
         touched = touched | (first + kv_len - q_len < tl.minimum(column + width, kv_len) - 1)
@@ -82,8 +85,15 @@ def _classify(
 
 
 @triton.jit
-def _widen(low, high, values):
-    return tl.minimum(low, tl.min(values, 0)), tl.maximum(high, tl.max(values, 0))
+def _widen(bound, values):
+    return _Range(tl.minimum(bound.low, tl.min(values, 0)), tl.maximum(bound.high, tl.max(values, 0)))
+
+
+@triton.jit
+def _load_range(extremes, NTH: tl.constexpr, lane, n_kv):
+    """Load the ranges of bound NTH of the key tiles `lane`."""
+    low = tl.load(extremes + 2 * NTH * n_kv + lane, mask=lane < n_kv, other=0)
+    return _Range(low, tl.load(extremes + (2 * NTH + 1) * n_kv + lane, mask=lane < n_kv, other=0))
 
 
 @triton.jit(do_not_specialize=["q_len", "kv_len", "n_q", "n_kv"])
@@ -109,43 +119,33 @@ def _column_plan(
     segments += (mask * n_kv + tile) * (VISIBLE + PARTIAL) * 2
     first_column = tile * SUBTILES * COLUMNS
 
-    start_min, start_max, end_min, end_max = _HIGHEST, _LOWEST, _HIGHEST, _LOWEST
-    other_start_min, other_start_max, other_end_min, other_end_max = _HIGHEST, _LOWEST, _HIGHEST, _LOWEST
+    start = _Range(tl.full([], _HIGHEST, tl.int32), tl.full([], _LOWEST, tl.int32))
+    end, other_start, other_end = start, start, start
     for part in range(SUBTILES):
         columns = first_column + part * COLUMNS + tl.arange(0, COLUMNS)
         columns = tl.minimum(columns, kv_len - 1).to(tl.int64)
-        start_min, start_max = _widen(start_min, start_max, tl.load(indices + columns * N))
+        start = _widen(start, tl.load(indices + columns * N))
         if END is not None:
-            end_min, end_max = _widen(end_min, end_max, tl.load(indices + columns * N + END))
+            end = _widen(end, tl.load(indices + columns * N + END))
         if OTHER_START is not None:
-            other_start = tl.load(indices + columns * N + OTHER_START)
-            other_start_min, other_start_max = _widen(other_start_min, other_start_max, other_start)
+            other_start = _widen(other_start, tl.load(indices + columns * N + OTHER_START))
         if OTHER_END is not None:
-            other_end = tl.load(indices + columns * N + OTHER_END)
-            other_end_min, other_end_max = _widen(other_end_min, other_end_max, other_end)
+            other_end = _widen(other_end, tl.load(indices + columns * N + OTHER_END))
     if END is None:
-        end_min, end_max = q_len, q_len
+        end = _Range(q_len, q_len)
     if OTHER_END is not None and OTHER_START is None:
-        other_start_min, other_start_max = 0, 0
+        other_start = _Range(0, 0)
 
-    inside = (start_min >= 0) & (start_max <= q_len) & (end_min >= 0) & (end_max <= q_len)
-    if OTHER_END is not None:
-        inside = inside & (other_start_min >= 0) & (other_start_max <= q_len)
-        inside = inside & (other_end_min >= 0) & (other_end_max <= q_len)
+    own_extremes = _Extremes(start, end, other_start, other_end)
+    BOUNDS: tl.constexpr = 2 if OTHER_END is None else 4
+    inside = True
+    for nth in tl.static_range(BOUNDS):
+        inside = inside & (own_extremes[nth].low >= 0) & (own_extremes[nth].high <= q_len)
     tl.device_assert(inside, "the mask's indices must lie in 0..q_len; FlashMask.validate(q_len) names the columns")
-    tl.store(extremes + tile, start_min)
-    tl.store(extremes + n_kv + tile, start_max)
-    tl.store(extremes + 2 * n_kv + tile, end_min)
-    tl.store(extremes + 3 * n_kv + tile, end_max)
-    if OTHER_END is not None:
-        tl.store(extremes + 4 * n_kv + tile, other_start_min)
-        tl.store(extremes + 5 * n_kv + tile, other_start_max)
-        tl.store(extremes + 6 * n_kv + tile, other_end_min)
-        tl.store(extremes + 7 * n_kv + tile, other_end_max)
+    for nth in tl.static_range(BOUNDS):
+        tl.store(extremes + 2 * nth * n_kv + tile, own_extremes[nth].low)
+        tl.store(extremes + (2 * nth + 1) * n_kv + tile, own_extremes[nth].high)
 
-    own_extremes = _Extremes(
-        start_min, start_max, end_min, end_max, other_start_min, other_start_max, other_end_min, other_end_max
-    )
     width = SUBTILES * COLUMNS
     visible_opened, visible_closed, partial_opened, partial_closed = 0, 0, 0, 0
     for first in range(0, n_q + 1, LANES):
@@ -206,19 +206,13 @@ def _row_plan(
     for first in range(0, n_kv, LANES):
         lane = first + tl.arange(0, LANES)
         inside = lane < n_kv
-        start_min = tl.load(extremes + lane, mask=inside, other=0)
-        start_max = tl.load(extremes + n_kv + lane, mask=inside, other=0)
-        end_min = tl.load(extremes + 2 * n_kv + lane, mask=inside, other=0)
-        end_max = tl.load(extremes + 3 * n_kv + lane, mask=inside, other=0)
-        other_start_min, other_start_max, other_end_min, other_end_max = start_min, start_max, end_min, end_max
+        start = _load_range(extremes, 0, lane, n_kv)
+        end = _load_range(extremes, 1, lane, n_kv)
+        other_start, other_end = start, end
         if other_end_bound(N, CAUSAL) is not None:
-            other_start_min = tl.load(extremes + 4 * n_kv + lane, mask=inside, other=0)
-            other_start_max = tl.load(extremes + 5 * n_kv + lane, mask=inside, other=0)
-            other_end_min = tl.load(extremes + 6 * n_kv + lane, mask=inside, other=0)
-            other_end_max = tl.load(extremes + 7 * n_kv + lane, mask=inside, other=0)
-        lane_extremes = _Extremes(
-            start_min, start_max, end_min, end_max, other_start_min, other_start_max, other_end_min, other_end_max
-        )
+            other_start = _load_range(extremes, 2, lane, n_kv)
+            other_end = _load_range(extremes, 3, lane, n_kv)
+        lane_extremes = _Extremes(start, end, other_start, other_end)
         visible, partial = _classify(row, lane * WIDTH, WIDTH, lane_extremes, q_len, kv_len, ROWS, CAUSAL, N, SKIP)
         visible = (visible & inside).to(tl.int32)
         partial = (partial & inside).to(tl.int32)
