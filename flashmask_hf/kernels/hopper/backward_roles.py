@@ -32,7 +32,7 @@ from flashmask_hf.kernels.hopper.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashmask_hf.kernels.hopper.pipeline import NEVER, free_phase, full_phase, read_slot, write_slot
+from flashmask_hf.kernels.hopper.pipeline import NEVER, free_phase, full_phase, read_slot, write_slot, write_slots
 from flashmask_hf.kernels.shared.bounds import end_bound, other_end_bound, other_start_bound
 from flashmask_hf.kernels.shared.device import LOG2_E
 from flashmask_hf.tile_plan import PARTIAL_SEGMENTS, VISIBLE_SEGMENTS
@@ -448,12 +448,7 @@ def _load_rows(
             _load_keys(tensors.v, shared.v, full, kv_plane, scalars.kv_heads, tile, k_stage, FORM.KEY_PARTS)
     shared.lse.index(stage).store(lse)
     shared.delta.index(stage).store(delta)
-    write_slot(shared.slots, stage * Slot.COUNT + Slot.ROW, row)
-    write_slot(shared.slots, stage * Slot.COUNT + Slot.MASK, mask)
-    write_slot(shared.slots, stage * Slot.COUNT + Slot.DQ_TILE, dq_tile)
-    write_slot(shared.slots, stage * Slot.COUNT + Slot.KV_PLANE, kv_plane)
-    write_slot(shared.slots, stage * Slot.COUNT + Slot.KEY_TILE, tile)
-    write_slot(shared.slots, stage * Slot.COUNT + Slot.ROW_TILES, row_tiles)
+    write_slots(shared.slots, stage * Slot.COUNT, (row, mask, dq_tile, kv_plane, tile, row_tiles))  # as in `Slot`
     group_barrier()
     _expect_rows(barriers.q_full.index(stage), first, FORM.BLOCK_D, FORM)
     if FORM.DO_STAGES == 1:

@@ -63,6 +63,7 @@ from flashmask_hf.kernels.hopper.pipeline import (
     make_barriers,
     read_slot,
     write_slot,
+    write_slots,
 )
 from flashmask_hf.kernels.shared.bounds import end_bound, other_end_bound, other_start_bound
 from flashmask_hf.kernels.shared.device import LN_2, LOG2_E, LOWEST, softcap_tanh
@@ -207,10 +208,12 @@ def _threads(warpgroups, warps):
 
 
 @gluon.jit
-def _acquire_work(barriers, item):
-    """Wait for the slots of work item number `item` of the program; return the first slot's index."""
+def _acquire_work(item, args):
+    """Wait for work item number `item` of the program; return (index of its first slot, key tiles to walk)."""
+    _tensors, _scalars, shared, barriers = args
+    slot = item % 2 * Slot.COUNT
     mbarrier.wait(barriers.full.index(Full.WORK + item % 2), full_phase(item, 2))
-    return item % 2 * Slot.COUNT
+    return slot, read_slot(shared.slots, slot + Slot.KEY_TILES)
 
 
 @gluon.jit
@@ -270,15 +273,8 @@ def _produce(args, FORM: gl.constexpr):
         # Rows that see nothing walk one tile whose pairs are all hidden.
         n = gl.maximum(visible + partial, 1) * SUBTILES
         mbarrier.wait(barriers.free.index(Free.WORK + item % 2), free_phase(item, 2))
-        slot = item % 2 * Slot.COUNT
-        write_slot(shared.slots, slot + Slot.KEY_TILES, n)
-        write_slot(shared.slots, slot + Slot.VISIBLE_TILES, visible * SUBTILES)
-        write_slot(shared.slots, slot + Slot.ROW, row)
-        write_slot(shared.slots, slot + Slot.BATCH, batch)
-        write_slot(shared.slots, slot + Slot.HEAD, head)
-        write_slot(shared.slots, slot + Slot.PLANE, plane)
-        write_slot(shared.slots, slot + Slot.MASK_PLANE, mask_plane)
-        write_slot(shared.slots, slot + Slot.PLAN_ROW, gl.where(partial > 0, plan_row, -1))
+        slots = n, visible * SUBTILES, row, batch, head, plane, mask_plane, gl.where(partial > 0, plan_row, -1)
+        write_slots(shared.slots, item % 2 * Slot.COUNT, slots)  # as in `Slot`
         group_barrier()
         mbarrier.arrive(barriers.full.index(Full.WORK + item % 2))
         following = scalars.n_tiles
@@ -339,8 +335,7 @@ def _decode_masks(args, FORM: gl.constexpr):
     layout: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, BLOCK_N // 64], [1, 32], [1, 2], [1, 0]))
     item = 0
     step = 0  # of partial tiles
-    slot = _acquire_work(barriers, item)
-    n = read_slot(shared.slots, slot + Slot.KEY_TILES)
+    slot, n = _acquire_work(item, args)
     while n > 0:
         n_visible = read_slot(shared.slots, slot + Slot.VISIBLE_TILES)
         row = read_slot(shared.slots, slot + Slot.ROW)
@@ -381,8 +376,7 @@ def _decode_masks(args, FORM: gl.constexpr):
             mbarrier.arrive(barriers.full.index(Full.MASK + stage))
             step += 1
         item += 1
-        slot = _acquire_work(barriers, item)
-        n = read_slot(shared.slots, slot + Slot.KEY_TILES)
+        slot, n = _acquire_work(item, args)
 
 
 @gluon.jit
@@ -521,8 +515,7 @@ def _consume(WARPGROUP: gl.constexpr, args, FORM: gl.constexpr):
     item = 0
     step = 0
     masked = 0
-    slot = _acquire_work(barriers, item)
-    n = read_slot(shared.slots, slot + Slot.KEY_TILES)
+    slot, n = _acquire_work(item, args)
     while n > 0:
         n_visible = read_slot(shared.slots, slot + Slot.VISIBLE_TILES)
         row_max = gl.full([M], LOWEST, gl.float32, gl.SliceLayout(1, SCORES))
@@ -586,8 +579,7 @@ def _consume(WARPGROUP: gl.constexpr, args, FORM: gl.constexpr):
         else:
             tma_store(tensors.out, [batch, head, row, 0], shared.q.index(q_index))
         item += 1
-        slot = _acquire_work(barriers, item)
-        n = read_slot(shared.slots, slot + Slot.KEY_TILES)
+        slot, n = _acquire_work(item, args)
         tma_store_wait(0)
         group_barrier()
         mbarrier.arrive(barriers.free.index(Free.Q + q_stage))

@@ -81,13 +81,18 @@ try:
     tma_reduce_add: Any = _names.get("async_atomic_add") or _tma_reduce_add
     """(descriptor, coordinates, shared memory): start adding a tile to global memory."""
 
+    def _assembly(
+        text: str, constraints: str, args: list[Any], dtype: Any, semantic: Any, is_pure: bool = True, pack: int = 1
+    ) -> Any:
+        return gl.inline_asm_elementwise(
+            text, constraints, args, dtype=dtype, is_pure=is_pure, pack=pack, _semantic=semantic
+        )
+
     def _bar(instruction: str, barrier: Any, threads: Any, semantic: Any) -> None:
         barrier = _unwrap_if_constexpr(barrier)
         number, args = (str(barrier), []) if isinstance(barrier, int) else ("$1", [barrier])
         text = f"{instruction} {number}, {_unwrap_if_constexpr(threads)}; mov.u32 $0, 0;"
-        gl.inline_asm_elementwise(
-            text, "=r,r" if args else "=r", args, dtype=gl.int32, is_pure=False, pack=1, _semantic=semantic
-        )
+        _assembly(text, "=r,r" if args else "=r", args, gl.int32, semantic, is_pure=False)
 
     @builtin
     def named_barrier_sync(barrier, threads, _semantic: Any = None):
@@ -106,9 +111,7 @@ try:
     def bits_below(bound, _semantic: Any = None):
         """Return int32 words with the bits below int32 `bound` set: none below 1, all from 32 on."""
         text = "{ .reg .s32 b; max.s32 b, $1, 0; bmsk.clamp.b32 $0, 0, b; }"
-        return gl.inline_asm_elementwise(
-            text, "=r,r", [bound], dtype=gl.int32, is_pure=True, pack=1, _semantic=_semantic
-        )
+        return _assembly(text, "=r,r", [bound], gl.int32, _semantic)
 
     @builtin
     def keep_signed(x, flags, selector, _semantic: Any = None):
@@ -120,9 +123,7 @@ try:
             "{ .reg .b32 m, s; prmt.b32 m, $2, 0, $3; mov.b32 s, $1; "
             "lop3.b32 s, s, m, 0xff800000, 0xe2; mov.b32 $0, s; }"
         )
-        return gl.inline_asm_elementwise(
-            text, "=f,f,r,r", [x, flags, selector], dtype=gl.float32, is_pure=True, pack=1, _semantic=_semantic
-        )
+        return _assembly(text, "=f,f,r,r", [x, flags, selector], gl.float32, _semantic)
 
     @builtin
     def keep_marked(x, words, _semantic: Any = None):
@@ -140,9 +141,7 @@ try:
                 f"selp.f32 ${i}, ${i}, 0f00000000, p; "
             )
         constraints = ",".join(["=f"] * count + [str(i) for i in range(count)] + ["r"] * count)
-        return gl.inline_asm_elementwise(
-            text + "}", constraints, [x, words], dtype=gl.float32, is_pure=True, pack=count, _semantic=_semantic
-        )
+        return _assembly(text + "}", constraints, [x, words], gl.float32, _semantic, pack=count)
 
     @builtin
     def rescale(x, factors, _semantic: Any = None):
@@ -158,9 +157,7 @@ try:
             f"or.pred p, p, q; vote.sync.any.pred p, p, 0xffffffff; @!p bra.uni DONE; {products} DONE: }}"
         )
         constraints = ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count)
-        return gl.inline_asm_elementwise(
-            text, constraints, [x, factors], dtype=gl.float32, is_pure=True, pack=count, _semantic=_semantic
-        )
+        return _assembly(text, constraints, [x, factors], gl.float32, _semantic, pack=count)
 
     @builtin
     def wait_for_count(counter, count, _semantic: Any = None):
@@ -173,13 +170,12 @@ try:
             "@p bra SEEN; nanosleep.u32 64; bra LOOK; SEEN: mov.u32 $0, 0; }"
         )
         args = [counter.to(gl.int64, _semantic=_semantic), count]
-        gl.inline_asm_elementwise(text, "=r,l,r", args, dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic)
+        _assembly(text, "=r,l,r", args, gl.int32, _semantic, is_pure=False)
 
     @builtin
     def wait_for_writes(_semantic: Any = None):
         """Wait until all TMA stores and reductions of this thread have written global memory."""
-        text = "cp.async.bulk.wait_group 0; mov.u32 $0, 0;"
-        gl.inline_asm_elementwise(text, "=r", [], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic)
+        _assembly("cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], gl.int32, _semantic, is_pure=False)
 
     @builtin
     def opaque_zero(_semantic: Any = None):
@@ -187,9 +183,7 @@ try:
 
         Hoisted, they would take many registers.
         """
-        return gl.inline_asm_elementwise(
-            "mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic
-        )
+        return _assembly("mov.u32 $0, 0;", "=r", [], gl.int32, _semantic, is_pure=False)
 
 except (ImportError, AttributeError, KeyError) as error:
     import_failure = f"Triton's Gluon lacks what they need ({error})"

@@ -14,6 +14,7 @@ __all__ = [
     "publish",
     "read_slot",
     "write_slot",
+    "write_slots",
 ]
 
 NEVER = gl.constexpr(2147483647)
@@ -61,6 +62,13 @@ def write_slot(slots, index, value):
     """Set slot `index` of int32 `slots` [n, 1] in shared memory, from a single warp."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     slots.index(index).store(gl.full([1], value, gl.int32, layout))
+
+
+@gluon.jit
+def write_slots(slots, first, values):
+    """Set the slots from `first` on to the `values`, a tuple, from a single warp."""
+    for i in gl.static_range(len(values)):
+        write_slot(slots, first + i, values[i])
 
 
 @gluon.constexpr_function
