@@ -117,9 +117,6 @@ def _accumulate_dkv(WARPGROUP: gl.constexpr, args, FORM: gl.constexpr):
     """
     tensors, scalars, shared, barriers = args
     SCORES_AHEAD: gl.constexpr = FORM.SCORES_AHEAD
-    VALUE_STAGES: gl.constexpr = FORM.VALUE_STAGES
-    STORE_WARPS: gl.constexpr = FORM.STORE_WARPS
-    CAP: gl.constexpr = FORM.CAP
     BLOCK_M: gl.constexpr = FORM.BLOCK_M
     BLOCK_D: gl.constexpr = FORM.BLOCK_D
     DTYPE: gl.constexpr = shared.q.dtype
@@ -141,7 +138,7 @@ def _accumulate_dkv(WARPGROUP: gl.constexpr, args, FORM: gl.constexpr):
         weights, slopes = softmax_weights(scores, 0, args, WARPGROUP, FORM, S, DTYPE)
     while row_tiles >= 0:
         k_index = item % FORM.KEY_STAGES * 2 + WARPGROUP
-        v_stage = item % VALUE_STAGES
+        v_stage = item % FORM.VALUE_STAGES
         column = read_row_slot(step, Slot.KEY_TILE, args) * 128 + WARPGROUP * 64
         kv_plane = read_row_slot(step, Slot.KV_PLANE, args)
         dk = gl.zeros([64, BLOCK_V], gl.float32, KV)
@@ -162,14 +159,14 @@ def _accumulate_dkv(WARPGROUP: gl.constexpr, args, FORM: gl.constexpr):
                 weights, slopes = softmax_weights(scores, stage, args, WARPGROUP, FORM, S, DTYPE)
             mbarrier.wait(barriers.do_full.index(stage), full_phase(step, 2))
             await_cleared_rows(step, args)
-            if CAP:  # registers do not suffice for both products
+            if FORM.CAP:  # registers do not suffice for both products
                 dv = warpgroup_mma(gl.convert_layout(weights, OPERAND), dout, dv, is_async=True)
                 dv = warpgroup_mma_wait(0, deps=[dv])
             dweights = issue_dots(values, dout, no_scores, FORM.V_DEPTH)
-            if not CAP:
+            if not FORM.CAP:
                 dv = warpgroup_mma(gl.convert_layout(weights, OPERAND), dout, dv, is_async=True)
             delta = gl.expand_dims(shared.delta.index(stage).load(gl.SliceLayout(0, S)), 0)
-            dweights = warpgroup_mma_wait(0 if CAP else 1, deps=[dweights])
+            dweights = warpgroup_mma_wait(0 if FORM.CAP else 1, deps=[dweights])
             dscores = downcast(upcast(slopes, DTYPE) * (dweights - delta), DTYPE)  # [64, BLOCK_M]
             if not SCORES_AHEAD:
                 columns = queries.slice(0, BLOCK_V, dim=1)
@@ -196,7 +193,7 @@ def _accumulate_dkv(WARPGROUP: gl.constexpr, args, FORM: gl.constexpr):
             if SCORES_AHEAD:
                 weights, slopes = softmax_weights(scores, stage ^ 1, args, WARPGROUP, FORM, S, DTYPE)
         k_tile, v_tile = shared.k.index(k_index), shared.v.index(v_stage * 2 + WARPGROUP)
-        full = barriers.dkv_full.index(v_stage * STORE_WARPS + WARPGROUP % STORE_WARPS)
+        full = barriers.dkv_full.index(v_stage * FORM.STORE_WARPS + WARPGROUP % FORM.STORE_WARPS)
         if row_tiles == 0:  # products with keys and values, which may be infinite
             dk = gl.zeros([64, BLOCK_V], gl.float32, KV)
             dv = gl.zeros([64, BLOCK_V], gl.float32, KV)
@@ -239,35 +236,29 @@ def backward_kernel(
     """Set up shared memory and start the roles."""
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BLOCK_M: gl.constexpr = FORM.BLOCK_M
-    BLOCK_D: gl.constexpr = FORM.BLOCK_D
-    BLOCK_V: gl.constexpr = FORM.BLOCK_V
     KEY_PARTS: gl.constexpr = FORM.KEY_PARTS
-    KEY_STAGES: gl.constexpr = FORM.KEY_STAGES
-    VALUE_STAGES: gl.constexpr = FORM.VALUE_STAGES
-    DO_STAGES: gl.constexpr = FORM.DO_STAGES
-    DQ_STAGES: gl.constexpr = FORM.DQ_STAGES
     GRADIENT_WARPS: gl.constexpr = min(FORM.STORE_WARPS, KEY_PARTS)
     SCORES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_M], q.dtype)
     shared = Shared(
-        q=gl.allocate_shared_memory(q.dtype, [2, 1, 1, BLOCK_M, BLOCK_D], q.layout),
-        do=gl.allocate_shared_memory(q.dtype, [DO_STAGES, 1, 1, BLOCK_M, BLOCK_V], dout.layout),
-        k=gl.allocate_shared_memory(q.dtype, [KEY_STAGES * KEY_PARTS, 1, 1, 64, BLOCK_D], k.layout),
-        v=gl.allocate_shared_memory(q.dtype, [VALUE_STAGES * KEY_PARTS, 1, 1, 64, BLOCK_V], v.layout),
+        q=gl.allocate_shared_memory(q.dtype, [2, 1, 1, BLOCK_M, FORM.BLOCK_D], q.layout),
+        do=gl.allocate_shared_memory(q.dtype, [FORM.DO_STAGES, 1, 1, BLOCK_M, FORM.BLOCK_V], dout.layout),
+        k=gl.allocate_shared_memory(q.dtype, [FORM.KEY_STAGES * KEY_PARTS, 1, 1, 64, FORM.BLOCK_D], k.layout),
+        v=gl.allocate_shared_memory(q.dtype, [FORM.VALUE_STAGES * KEY_PARTS, 1, 1, 64, FORM.BLOCK_V], v.layout),
         ds=gl.allocate_shared_memory(q.dtype, [2 * KEY_PARTS, 64, BLOCK_M], SCORES),
-        dq=gl.allocate_shared_memory(gl.float32, [DQ_STAGES, 2 * FORM.DQ_ROWS, 32], dq_accum.layout),
+        dq=gl.allocate_shared_memory(gl.float32, [FORM.DQ_STAGES, 2 * FORM.DQ_ROWS, 32], dq_accum.layout),
         lse=gl.allocate_shared_memory(gl.float32, [2, BLOCK_M], PLAIN),
         delta=gl.allocate_shared_memory(gl.float32, [2, BLOCK_M], PLAIN),
         slots=gl.allocate_shared_memory(gl.int32, [2 * Slot.COUNT, 1], PLAIN),
     )
     barriers = Barriers(
-        keys_free=make_barriers(KEY_STAGES, GRADIENT_WARPS),
-        dkv_full=make_barriers(VALUE_STAGES * GRADIENT_WARPS, 2 // GRADIENT_WARPS),
+        keys_free=make_barriers(FORM.KEY_STAGES, GRADIENT_WARPS),
+        dkv_full=make_barriers(FORM.VALUE_STAGES * GRADIENT_WARPS, 2 // GRADIENT_WARPS),
         q_full=make_barriers(2),
-        do_full=make_barriers(DO_STAGES),
+        do_full=make_barriers(FORM.DO_STAGES),
         ds_full=make_barriers(2, KEY_PARTS),
         ds_free=make_barriers(2),
-        dq_full=make_barriers(2 * DQ_STAGES),
-        dq_free=make_barriers(DQ_STAGES),
+        dq_full=make_barriers(2 * FORM.DQ_STAGES),
+        dq_free=make_barriers(FORM.DQ_STAGES),
         # Triton would reuse the memory of unused barriers, which PTX leaves undefined.
         weights_full=make_barriers(2) if KEY_PARTS == 1 else None,
     )

@@ -1,4 +1,4 @@
-"""Device code that both forms of the Hopper backward share: producer, store warps and softmax weights.
+"""Device code that both forms of the Hopper backward share: producer, dQ and store warps, softmax weights.
 
 `backward_kernel` draws the roles.
 """
@@ -183,8 +183,8 @@ class Form(NamedTuple):
     DQ_STAGES: int
     STORE_WARPS: int
     REGISTERS: int
-    """Registers per thread of the second warpgroup. Of 512 for four warpgroups (the last is the single warps, of 32
-    each), the first warpgroup gets the rest. With fewer for dV of wide heads, the assembler serializes products."""
+    """Registers per thread of the second warpgroup. The first gets the rest of 512, less DQ_REGISTERS and 32 for the
+    single warps. With fewer than 224 for dV of wide heads, the assembler serializes products."""
     DQ_REGISTERS: int
     """Registers per thread of the dQ warpgroup."""
     SCORES_AHEAD: bool
@@ -498,7 +498,6 @@ def _load_row_tiles(
 def produce(args, FORM: gl.constexpr):
     """Producer: schedule key tiles, and load them with the rows that see them."""
     tensors, scalars, shared, barriers = args
-    BLOCK_M: gl.constexpr = FORM.BLOCK_M
     group = scalars.heads // scalars.kv_heads
     mask_per_member = scalars.mask_heads > scalars.kv_heads
     n_work = scalars.kv_planes * scalars.n_columns
@@ -537,7 +536,7 @@ def produce(args, FORM: gl.constexpr):
         end = step + row_tiles
         if FORM.DQ_ORDER:
             # All query heads walk the band [low, high) before the next, which begins at the first row tile of any.
-            band = gl.load(tensors.schedule + 1) // BLOCK_M
+            band = gl.load(tensors.schedule + 1) // FORM.BLOCK_M
             while step < end:
                 high = (low // band + 1) * band
                 next_low = NEVER
@@ -550,7 +549,7 @@ def produce(args, FORM: gl.constexpr):
                     )  # fmt: skip
                     next_low = gl.minimum(next_low, _first_row_tile(starts, ends, high))
                 low = next_low
-                band = gl.load(tensors.schedule + 2) // BLOCK_M
+                band = gl.load(tensors.schedule + 2) // FORM.BLOCK_M
         else:
             for member in range(group):
                 if member > 0:
@@ -574,7 +573,6 @@ def produce(args, FORM: gl.constexpr):
 def accumulate_dq(args, FORM: gl.constexpr):
     """Third warpgroup: each row tile's share of dQ, in pieces of its rows or dims."""
     _tensors, _scalars, shared, barriers = args
-    BLOCK_D: gl.constexpr = FORM.BLOCK_D
     KEY_PARTS: gl.constexpr = FORM.KEY_PARTS
     PIECES: gl.constexpr = FORM.DQ_PIECES
     DQ_STAGES: gl.constexpr = FORM.DQ_STAGES
@@ -598,8 +596,8 @@ def accumulate_dq(args, FORM: gl.constexpr):
                 for part in gl.static_range(KEY_PARTS):
                     dscores = shared.ds.index(stage * KEY_PARTS + part + zero)
                     k_index = item % FORM.KEY_STAGES * KEY_PARTS + part
-                    keys = shared.k.index(k_index + zero).reshape([64, BLOCK_D])
-                    if BLOCK_D == 64:
+                    keys = shared.k.index(k_index + zero).reshape([64, FORM.BLOCK_D])
+                    if FORM.BLOCK_D == 64:
                         dscores = dscores.slice(piece * 64, 64, dim=1)
                     else:
                         keys = keys.slice(piece * 64, 64, dim=1)
@@ -637,7 +635,6 @@ def store_gradients(WARP: gl.constexpr, args, FORM: gl.constexpr):
     that the next rows load meanwhile.
     """
     STORE_WARPS: gl.constexpr = FORM.STORE_WARPS
-    VALUE_STAGES: gl.constexpr = FORM.VALUE_STAGES
     KEY_PARTS: gl.constexpr = FORM.KEY_PARTS
     PIECES: gl.constexpr = FORM.DQ_PIECES
     DQ_STAGES: gl.constexpr = FORM.DQ_STAGES
@@ -649,10 +646,10 @@ def store_gradients(WARP: gl.constexpr, args, FORM: gl.constexpr):
     item = 0
     row_tiles = await_rows(step, args)
     while row_tiles >= 0:
-        v_stage = item % VALUE_STAGES
+        v_stage = item % FORM.VALUE_STAGES
         tile = read_row_slot(step, Slot.KEY_TILE, args)
         kv_plane = read_row_slot(step, Slot.KV_PLANE, args)
-        if VALUE_STAGES < FORM.KEY_STAGES:  # the last gradients have left the values' place
+        if FORM.VALUE_STAGES < FORM.KEY_STAGES:  # the last gradients have left the values' place
             do_full = barriers.do_full.index(step % FORM.DO_STAGES)
             _load_keys(
                 tensors.v, shared.v, do_full, kv_plane, scalars.kv_heads, tile, v_stage, KEY_PARTS, WARP, STORE_WARPS
@@ -697,7 +694,7 @@ def store_gradients(WARP: gl.constexpr, args, FORM: gl.constexpr):
             _count_key_tile(tensors.dq_semaphores + added, row_tiles)
         if WARP < KEY_PARTS:
             full = barriers.dkv_full.index(v_stage * min(STORE_WARPS, KEY_PARTS) + WARP)
-            mbarrier.wait(full, full_phase(item, VALUE_STAGES))
+            mbarrier.wait(full, full_phase(item, FORM.VALUE_STAGES))
             if not FORM.SCATTER:
                 for part in gl.static_range(WARP, KEY_PARTS, STORE_WARPS):
                     at = [kv_plane // scalars.kv_heads, kv_plane % scalars.kv_heads, (tile * KEY_PARTS + part) * 64, 0]

@@ -1,4 +1,4 @@
-"""Device code of the Hopper backward for head dims up to 256: the roles that accumulate gradients.
+"""Device code of the Hopper backward for head dims up to 256: the roles that accumulate dV and dK.
 
 With head dim 256, dK and dV of 64 keys take 256 registers per thread. So each has its own warpgroup, and softmax
 weights pass between them:

@@ -248,7 +248,6 @@ def _produce(args, FORM: gl.constexpr):
     Neighbouring work items share a head's keys. The last rows go first: under a causal mask they see most keys.
     """
     tensors, scalars, shared, barriers = args
-    WARPGROUPS: gl.constexpr = FORM.WARPGROUPS
     SUBTILES: gl.constexpr = FORM.SUBTILES
     STAGES: gl.constexpr = FORM.STAGES
     M: gl.constexpr = tensors.q.block_shape[2]
@@ -260,7 +259,7 @@ def _produce(args, FORM: gl.constexpr):
     step = 0
     while tile < scalars.n_tiles:
         row_tile = scalars.n_rows - 1 - tile % scalars.n_rows
-        row = row_tile * (WARPGROUPS * M)
+        row = row_tile * (FORM.WARPGROUPS * M)
         plane = tile // scalars.n_rows
         batch = plane // scalars.heads
         head = plane % scalars.heads
@@ -273,8 +272,9 @@ def _produce(args, FORM: gl.constexpr):
         # Rows that see nothing walk one tile whose pairs are all hidden.
         n = gl.maximum(visible + partial, 1) * SUBTILES
         mbarrier.wait(barriers.free.index(Free.WORK + item % 2), free_phase(item, 2))
-        slots = n, visible * SUBTILES, row, batch, head, plane, mask_plane, gl.where(partial > 0, plan_row, -1)
-        write_slots(shared.slots, item % 2 * Slot.COUNT, slots)  # as in `Slot`
+        slot = item % 2 * Slot.COUNT
+        write_slots(shared.slots, slot, (n, visible * SUBTILES, row, batch, head, plane, mask_plane))  # as in `Slot`
+        write_slot(shared.slots, slot + Slot.PLAN_ROW, gl.where(partial > 0, plan_row, -1))
         group_barrier()
         mbarrier.arrive(barriers.full.index(Full.WORK + item % 2))
         following = scalars.n_tiles
@@ -288,7 +288,7 @@ def _produce(args, FORM: gl.constexpr):
             column = (column * SUBTILES + i % SUBTILES) * BLOCK_N
             stage = step % STAGES
             if step >= STAGES:
-                named_barrier_sync(NamedBarrier.KEYS_READ + stage, _threads(WARPGROUPS, 1))
+                named_barrier_sync(NamedBarrier.KEYS_READ + stage, _threads(FORM.WARPGROUPS, 1))
             k_full = barriers.k_full.index(stage)
             mbarrier.expect(k_full, BLOCK_N * (D + TAIL) * 2)
             tma_load(tensors.k, [batch, kv_head, column, 0], k_full, shared.kv.index(stage))
@@ -297,7 +297,7 @@ def _produce(args, FORM: gl.constexpr):
             if FORM.Q_STAGES == 1 and i == 0:
                 _load_queries(batch, head, row, item, args, FORM)
             if step >= STAGES:
-                named_barrier_sync(NamedBarrier.VALUES_READ + stage, _threads(WARPGROUPS, 1))
+                named_barrier_sync(NamedBarrier.VALUES_READ + stage, _threads(FORM.WARPGROUPS, 1))
             mbarrier.expect(barriers.v_full.index(stage), BLOCK_N * D * 2)
             values = shared.kv.index(STAGES + stage)
             tma_load(tensors.v, [batch, kv_head, column, 0], barriers.v_full.index(stage), values)
@@ -326,7 +326,6 @@ def _decode_masks(args, FORM: gl.constexpr):
     tensors, scalars, shared, barriers = args
     CAUSAL: gl.constexpr = FORM.CAUSAL
     N: gl.constexpr = FORM.N
-    WARPGROUPS: gl.constexpr = FORM.WARPGROUPS
     SUBTILES: gl.constexpr = FORM.SUBTILES
     END: gl.constexpr = end_bound(N, CAUSAL)
     OTHER_START: gl.constexpr = other_start_bound(N, CAUSAL)
@@ -358,8 +357,8 @@ def _decode_masks(args, FORM: gl.constexpr):
                 other_end = gl.load(at + OTHER_END, mask=inside, other=0) - row
             stage = step % 2
             if step >= 2:
-                named_barrier_sync(NamedBarrier.MASK_READ + stage, _threads(WARPGROUPS, 2))
-            for word in gl.static_range(2 * WARPGROUPS):
+                named_barrier_sync(NamedBarrier.MASK_READ + stage, _threads(FORM.WARPGROUPS, 2))
+            for word in gl.static_range(2 * FORM.WARPGROUPS):
                 if END is not None:
                     hidden = _bits_between(start - word * 32, end - word * 32)
                 else:
@@ -370,7 +369,7 @@ def _decode_masks(args, FORM: gl.constexpr):
                     hidden = hidden | bits_below(other_end - word * 32)
                 if CAUSAL:
                     hidden = hidden | bits_below(columns - (scalars.kv_len - scalars.q_len) - row - word * 32)
-                bits = shared.mask_bits.index(stage * WARPGROUPS + word // 2).slice(word % 2, 1, dim=0)
+                bits = shared.mask_bits.index(stage * FORM.WARPGROUPS + word // 2).slice(word % 2, 1, dim=0)
                 bits.store(gl.expand_dims(-1 - hidden, 0))
             group_barrier()
             mbarrier.arrive(barriers.full.index(Full.MASK + stage))
@@ -474,7 +473,6 @@ def _step(
     own values and keeps these values for the next step.
     """
     _tensors, scalars, shared, barriers = args
-    WARPGROUPS: gl.constexpr = FORM.WARPGROUPS
     STAGES: gl.constexpr = FORM.STAGES
     layout: gl.constexpr = acc.type.layout
     stage = step % STAGES
@@ -484,18 +482,18 @@ def _step(
     mbarrier.wait(barriers.v_full.index(v_stage), full_phase(previous, STAGES))
     acc = _issue_output(weights, acc, shared, STAGES + v_stage)  # [64, D]
     scores = warpgroup_mma_wait(1, deps=[scores])
-    named_barrier_arrive(NamedBarrier.KEYS_READ + stage, _threads(WARPGROUPS, 1))
+    named_barrier_arrive(NamedBarrier.KEYS_READ + stage, _threads(FORM.WARPGROUPS, 1))
     if FORM.CAP:
         scores = softcap_tanh(scores, scalars.cap_factor)
     if partial:
-        scores = _apply_mask(scores, masked, shared, barriers, WARPGROUP, WARPGROUPS)
+        scores = _apply_mask(scores, masked, shared, barriers, WARPGROUP, FORM.WARPGROUPS)
     weights, correction, row_max, row_sum = _online_softmax(scores, row_max, row_sum, scalars.factor)
     weights = gl.convert_layout(weights.to(shared.q.dtype), gl.DotOperandLayout(0, layout, 2))
     # Here, not at the top: this wait keeps the wait for the product behind the softmax.
     mbarrier.wait(barriers.k_full.index((step + 1) % STAGES), full_phase(step + 1, STAGES), pred=more)
     acc = warpgroup_mma_wait(0, deps=[acc])
     if step > begin:
-        named_barrier_arrive(NamedBarrier.VALUES_READ + v_stage, _threads(WARPGROUPS, 1))
+        named_barrier_arrive(NamedBarrier.VALUES_READ + v_stage, _threads(FORM.WARPGROUPS, 1))
     acc, correction = gl.broadcast(acc, _as_column(correction, layout))
     return weights, rescale(acc, correction), row_max, row_sum
 
@@ -504,7 +502,6 @@ def _step(
 def _consume(WARPGROUP: gl.constexpr, args, FORM: gl.constexpr):
     """Consumer warpgroup: output and log-sum-exp of 64 rows of every work item."""
     tensors, scalars, shared, barriers = args
-    WARPGROUPS: gl.constexpr = FORM.WARPGROUPS
     STAGES: gl.constexpr = FORM.STAGES
     M: gl.constexpr = shared.q.shape[3]
     D: gl.constexpr = shared.q.shape[4]
@@ -526,7 +523,7 @@ def _consume(WARPGROUP: gl.constexpr, args, FORM: gl.constexpr):
             row_max = gl.maximum(row_max, sink)
 
         q_stage = item % FORM.Q_STAGES
-        q_index = q_stage * WARPGROUPS + WARPGROUP
+        q_index = q_stage * FORM.WARPGROUPS + WARPGROUP
         begin = step
         stage = step % STAGES
         mbarrier.wait(barriers.full.index(Full.Q + q_stage), full_phase(item, FORM.Q_STAGES))
@@ -564,7 +561,7 @@ def _consume(WARPGROUP: gl.constexpr, args, FORM: gl.constexpr):
             inside = rows < scalars.q_len
             target = gl.load(tensors.order + plane.to(gl.int64) * scalars.q_len + rows, mask=inside, other=0)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        named_barrier_arrive(NamedBarrier.VALUES_READ + v_stage, _threads(WARPGROUPS, 1))
+        named_barrier_arrive(NamedBarrier.VALUES_READ + v_stage, _threads(FORM.WARPGROUPS, 1))
         acc = acc * _as_column(1.0 / row_sum, OUT)
         group_barrier()
         staged = shared.q.index(q_index).reshape([M, D])  # the queries have been read
@@ -599,7 +596,6 @@ def forward_kernel(
     `chosen_rows`, int32 [1] or None: tile height chosen on the device. Of two launches, the one with this height works.
     """
     WARPGROUPS: gl.constexpr = FORM.WARPGROUPS
-    Q_STAGES: gl.constexpr = FORM.Q_STAGES
     STAGES: gl.constexpr = FORM.STAGES
     gl.static_assert(STAGES == 2, "named barriers are numbered for two stages")
     M: gl.constexpr = q.block_shape[2]
@@ -611,10 +607,10 @@ def forward_kernel(
     k_tails = None
     if q_tail is not None:
         TAIL: gl.constexpr = q_tail.block_shape[3]
-        q_tails = gl.allocate_shared_memory(q.dtype, [Q_STAGES * WARPGROUPS, 1, 1, M, TAIL], q_tail.layout)
+        q_tails = gl.allocate_shared_memory(q.dtype, [FORM.Q_STAGES * WARPGROUPS, 1, 1, M, TAIL], q_tail.layout)
         k_tails = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, BLOCK_N, TAIL], k_tail.layout)
     shared = Shared(
-        q=gl.allocate_shared_memory(q.dtype, [Q_STAGES * WARPGROUPS, 1, 1, M, D], q.layout),
+        q=gl.allocate_shared_memory(q.dtype, [FORM.Q_STAGES * WARPGROUPS, 1, 1, M, D], q.layout),
         kv=gl.allocate_shared_memory(q.dtype, [2 * STAGES, 1, 1, BLOCK_N, D], k.layout),
         q_tail=q_tails,
         k_tail=k_tails,
