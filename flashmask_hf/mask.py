@@ -25,7 +25,7 @@ from flashmask_hf.torch_internals import is_one_of
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["FlashMask", "MaskNotRepresentable", "check_fit", "check_pair"]
+__all__ = ["FlashMask", "MaskNotRepresentable", "check_fit", "check_mask", "check_pair"]
 
 _COLUMNS_PER_PASS = 1024
 """Dense columns that `FlashMask.from_columns` reads at a time."""
@@ -435,6 +435,15 @@ class FlashMask:
         return plot_tiles(tiles, block, lower, rows, path=path, title=title, ax=ax)
 
 
+def check_mask(mask: Any) -> None:
+    """Raise TypeError unless `mask` is a FlashMask."""
+    if not isinstance(mask, FlashMask):
+        raise TypeError(
+            f"mask must be a FlashMask, got {type(mask).__name__}; build one with flashmask_hf.masks, from a dense "
+            "bool tensor with FlashMask.from_dense, or as FlashMask(batch['startend_row_indices'], causal=True)"
+        )
+
+
 def check_pair(q_name: str, q: Tensor, k_name: str, k: Tensor) -> None:
     """Raise ValueError unless q [B, H, ...] and k [B, Hkv, ...] have one device and batch, and Hkv divides H."""
     if q.device != k.device:
@@ -450,11 +459,7 @@ def check_pair(q_name: str, q: Tensor, k_name: str, k: Tensor) -> None:
 
 def check_fit(mask: FlashMask, q: Tensor, k: Tensor) -> None:
     """Raise unless the mask is for queries [B, Hq, Sq, ...] and keys [B, Hkv, Skv, ...] on its device."""
-    if not isinstance(mask, FlashMask):
-        raise TypeError(
-            f"mask must be a FlashMask, got {type(mask).__name__}; build one with flashmask_hf.masks, or from a "
-            "dense bool tensor with FlashMask.from_dense"
-        )
+    check_mask(mask)
     batch, heads, q_len = q.shape[:3]
     kv_heads, kv_len = k.shape[1:3]
     if mask.device != q.device:

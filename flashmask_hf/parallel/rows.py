@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import heapq
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from flashmask_hf._numbers import as_integer
-from flashmask_hf.mask import FlashMask
-from flashmask_hf.names import VECTORS
+from flashmask_hf.mask import FlashMask, check_mask
 from flashmask_hf.parallel.exchange import exchange_of
 from flashmask_hf.tile_plan import ROWS, plan_columns
 from flashmask_hf.tiles import HIDDEN, classify_tiles
@@ -41,7 +39,7 @@ def deal_rows(mask: FlashMask, size: int) -> Tensor:
     a multiple beyond 131,072 tokens; or the largest power of two that divides a shard. The host waits. Batch entries
     and heads share the layout. Arguments, result and errors are as in `split_rows`.
     """
-    _check_mask(mask)
+    check_mask(mask)
     length = mask.kv_len
     _check_length(length, size)
     wanted = ROWS
@@ -80,19 +78,12 @@ def split_rows(mask: FlashMask, size: int, heads: int, kv_heads: int) -> Tensor:
         TypeError: `mask` is not a FlashMask, or a number not an int.
         ValueError: a number is less than 1, or S is not a multiple of `size`.
     """
-    _check_mask(mask)
+    check_mask(mask)
     for name, count in (("size", size), ("heads", heads), ("kv_heads", kv_heads)):
         as_integer(name, count, 1)
     if exchange_of(heads, kv_heads, size) == "heads":
         return contiguous_rows(mask.kv_len, size, mask.device)
     return deal_rows(mask, size)
-
-
-def _check_mask(mask: Any) -> None:
-    """Raise a TypeError unless `mask` is a FlashMask."""
-    if not isinstance(mask, FlashMask):
-        way = f"FlashMask(batch[{VECTORS!r}], causal=True)"
-        raise TypeError(f"mask must be a FlashMask, got {type(mask).__name__}; pass {way}")
 
 
 def _check_length(length: int, size: int) -> None:
