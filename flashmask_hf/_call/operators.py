@@ -144,7 +144,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
     if dout is None and dlse is None:
         return ()
     saved = ctx.saved_tensors  # read once: checkpointing unpacks a saved tensor only once
-    inputs, (out, lse) = saved[:5], saved[5:]
+    inputs, (out, lse) = Inputs(*saved[:5]), saved[5:]
     dout = torch.zeros_like(out) if dout is None else dout
     call = ctx.run if isinstance(ctx.run, Call) else None
     # With create_graph=True the operator raises that there are no second derivatives.

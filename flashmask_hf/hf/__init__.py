@@ -4,7 +4,7 @@ A model call passes through the modules in this order:
 
     patches         makes one `Call` of the arguments (`call`, with its `documents`), and runs:
       rewrites        changes of arguments: packed rows, axes and numbers of positions, boundaries for recurrent kernels
-      checks/         rules that raise, before the call or after it
+      checks/         checks that raise, before the call or after it; `rules` selects what can apply
     mask_hook       transformers asks once per kind of layers: a mask function, joined with the call's documents or
                     mask indices, as marked integer rows
       mask_reader     reads the function as intervals, by symbolic tracing
@@ -17,6 +17,5 @@ Late are static caches of `generate`, a backbone's `forward` called by hand, eng
 encoders that ask for none, context parallelism, mask indices beside chunks or a function that is not read, and
 `cu_seq_lens_q` that the hook cannot join.
 
-`register` and `patches` adapt transformers, `families`, `facts` and `models` describe its models, and `packed/` serves
-trainers.
+`register` and `patches` adapt transformers, `families` and `models` describe its models, and `packed/` serves trainers.
 """

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers.utils.output_capturing import _active_collector
 
 from flashmask_hf.hf.call import current
-from flashmask_hf.hf.keywords import check_keywords, context_parallel_message
+from flashmask_hf.hf.keywords import SPLIT_BY_TORCH, check_keywords
 from flashmask_hf.hf.late import late_mask
 from flashmask_hf.hf.layer_mask import BOUNDS, LayerMask, mask_of_rows
 from flashmask_hf.hf.ranks import attend_in_parts, vectors_of_local_heads
@@ -93,7 +93,7 @@ def check_layer(module: nn.Module, dropout: float, kwargs: dict[str, Any], imple
         if is_known and not (dropout > 0 and module.training) and not _asks_for_weights(kwargs):
             return
     if is_split_by_torch(module):
-        raise NotImplementedError(context_parallel_message(implementation))
+        raise NotImplementedError(SPLIT_BY_TORCH.format(implementation))
     check_keywords(module, dropout, kwargs, implementation)
     if _asks_for_weights(kwargs):
         raise NotImplementedError(

@@ -10,7 +10,7 @@ from torch import nn
 
 from flashmask_hf.names import HASH, PACKED_INDEX, QK, VECTORS
 
-__all__ = ["check_keywords", "check_window", "context_parallel_message"]
+__all__ = ["SPLIT_BY_TORCH", "check_keywords", "check_window"]
 
 _USED = {"cu_seq_lens_q", "is_causal", "position_ids", "s_aux", "sliding_window", "softcap", VECTORS}
 """Keywords that change the result and are implemented."""
@@ -66,6 +66,12 @@ _HARMLESS = {
 
 _SPARSE = {HASH: HASH, QK: QK, "q_keep": QK, "k_keep": QK}
 """Additional keywords of an implementation, by its name."""
+
+SPLIT_BY_TORCH = (
+    "context parallelism of torch and accelerate (cp_size > 1) is for 'sdpa' alone: with '{}' each rank would attend "
+    "within its own part of the row; take PackedSFTTrainer, or leave cp_size at 1"
+)
+"""The error's text for context parallelism that exchanges the keys of 'sdpa' alone, with a place for the attention."""
 
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 """Names that configs of transformers give to the dropout of attention."""
@@ -131,11 +137,3 @@ def check_window(window: Any) -> None:
             f"sliding_window must be at least 1, got {window}, which hides every key; set it to None in the model's "
             "config for no window"
         )
-
-
-def context_parallel_message(implementation: str) -> str:
-    """Return the error's text for context parallelism that exchanges the keys of 'sdpa' alone."""
-    return (
-        f"context parallelism of torch and accelerate (cp_size > 1) is for 'sdpa' alone: with '{implementation}' each "
-        "rank would attend within its own part of the row; take PackedSFTTrainer, or leave cp_size at 1"
-    )

@@ -134,7 +134,7 @@ def _preprocess(
 ) -> Any:
     """Body of the patched function."""
     is_ours = config._attn_implementation in NAMES
-    positions = args[1] if len(args) > 1 else kwargs.get("position_ids")  # after the cache
+    positions: Any = args[1] if len(args) > 1 else kwargs.get("position_ids")  # after the cache
     call = call_of(config, inputs_embeds.shape[1]) if is_ours else None
     has_chunks = getattr(config, "attention_chunk_size", None) is not None
     if call is not None and (call.indices is not None or not has_chunks):

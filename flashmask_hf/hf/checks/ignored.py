@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from flashmask_hf.hf.call import Call, cache_of
 from flashmask_hf.hf.checks.recurrent import is_guarded
 from flashmask_hf.hf.documents import next_flagged
-from flashmask_hf.hf.keywords import context_parallel_message
+from flashmask_hf.hf.keywords import SPLIT_BY_TORCH
 from flashmask_hf.hf.models import is_compiled, state_of
 from flashmask_hf.hf.rules import Rule, Verdict, rule, text_attention
 from flashmask_hf.intervals import outer_rows
@@ -117,7 +117,7 @@ def _takes_no_flash_mask(call: Call) -> Verdict:
 
 @rule(CHECKS, "context parallelism of torch or accelerate", ours=True, error=NotImplementedError)
 def _is_not_split_by_torch(call: Call) -> Verdict:
-    return not is_split_by_torch(), context_parallel_message(call.implementation)
+    return not is_split_by_torch(), SPLIT_BY_TORCH.format(call.implementation)
 
 
 @rule(CHECKS, "one process that sees several GPUs, so that Trainer takes `DataParallel`", VECTORS)
