@@ -4,9 +4,7 @@ Every flag of TRL's `SFTConfig`, `ModelConfig`, `ScriptArguments` and `DatasetMi
 
     accelerate launch --quiet recipes/sft.py                                     # the demo: configs/sft_demo.yaml
     accelerate launch --quiet recipes/sft.py --config recipes/configs/sft.yaml
-    accelerate launch --quiet recipes/sft.py --model_name_or_path meta-llama/Llama-3.2-1B --use_peft \
-        --dataset_name trl-lib/Capybara --chat_template_path meta-llama/Llama-3.2-1B-Instruct --max_length 8192 \
-        --truncation_mode keep_start --output_dir Llama-3.2-1B-Capybara
+    accelerate launch --quiet recipes/sft.py --config recipes/configs/sft_lora.yaml --max_length 4096
 
 `pack_dataset` packs the tokenized dataset into rows of `max_length` tokens, or TRL does with `--packing` or
 `--padding_free`. Differences from `trl sft`:
