@@ -107,10 +107,10 @@ def compare(name: str, argv: Sequence[str]) -> tuple[Curve, Curve, float]:
         own["split"] = flags.own.split
     ours = make(our_class, options | own, flags.model.attn_implementation)
     if name == "sft":  # the rows that this package packed; with the same seed, every step has the same documents
-        options["args"] = copy.deepcopy(options["args"])
-        options["args"].dataset_kwargs, options["args"].max_length = {"skip_prepare_dataset": True}, None
-        options["train_dataset"] = ours.train_dataset
-        options["data_collator"] = DocumentsApart(ours.processing_class.pad_token_id)
+        args = copy.deepcopy(flags.training)
+        args.dataset_kwargs, args.max_length = {"skip_prepare_dataset": True}, None
+        collator = DocumentsApart(ours.processing_class.pad_token_id)
+        options |= {"args": args, "train_dataset": ours.train_dataset, "data_collator": collator}
     our_curve = train(ours)
     del ours
     gc.collect()  # before the other model

@@ -89,14 +89,14 @@ def test_a_packed_row_has_the_loss_of_its_documents_alone(smollm):
 
 def test_fifty_steps_of_lora_follow_the_curve_of_trl(smollm, tmp_path, capsys):
     rows = tmp_path / "rows.jsonl"
-    rows.write_text("\n".join(json.dumps({"text": text}) for text in PARAGRAPHS[:240]))
+    rows.write_text("\n".join(json.dumps({"text": text}) for text in PARAGRAPHS[:24]))  # read several times
     flags = ["--model_name_or_path", smollm, "--dataset_name", rows, "--output_dir", tmp_path / "out", "--use_peft"]
     flags += ["--max_steps", 50, "--max_length", 128, "--per_device_train_batch_size", 1, "--learning_rate", 1e-3]
     flags += ["--use_cpu", f"--{CHECKPOINTING}", False]
     check_against_stock.main(["sft", *map(str, flags)])  # fails if a loss differs by more than 0.001
     losses = [float(line.split()[2]) for line in capsys.readouterr().out.splitlines() if line[:4].strip().isdigit()]
     assert len(losses) == 50
-    assert sum(losses[-10:]) < sum(losses[:10])
+    assert sum(losses[-12:]) < sum(losses[:12])
 
 
 def test_packed_sentences_have_their_embeddings_alone(minilm):
