@@ -85,7 +85,7 @@ def check_range(indices: Tensor, q_len: int) -> None:
     """Check that a mask's indices lie in 0..q_len.
 
     Raises:
-        ValueError: a value does not. On a GPU it is an assertion of the device, which stops the program.
+        ValueError: a value does not. On a GPU a device-side assertion stops the program.
     """
     check_between(
         indices,
@@ -98,7 +98,7 @@ def check_between(x: Tensor, highest: int, message: str) -> None:
     """Check that integers lie in 0..highest.
 
     Raises:
-        ValueError: a value does not. On a GPU it is an assertion of the device, which stops the program.
+        ValueError: a value does not. On a GPU a device-side assertion stops the program.
     """
     low, high = (bound.long() for bound in x.aminmax())  # `highest` may not fit the dtype of x
     if x.is_cuda:  # without waiting for the device

@@ -188,6 +188,6 @@ def device_assert(condition: Tensor, message: str) -> None:
     The message is cut at 254 characters, the limit of devices.
 
     Raises:
-        RuntimeError: `condition` is False, on a CPU. On a GPU it is an assertion of the device.
+        RuntimeError: `condition` is False, on a CPU. On a GPU a device-side assertion fails.
     """
     torch._assert_async(condition, message[:254])  # pyright: ignore[reportPrivateImportUsage]

@@ -237,7 +237,7 @@ class Choice(NamedTuple):
 
     @property
     def impl(self) -> str | None:
-        """Name of the first one, or None."""
+        """Name of the first implementation, or None."""
         return self.implementations[0].name if self.implementations else None
 
 

@@ -45,7 +45,7 @@ def make_plan(indices: Tensor, causal: bool, q_len: int) -> tuple[Tensor, Tensor
         The tensors of a `Plan`.
 
     Raises:
-        ValueError: a value lies outside 0..q_len. On a GPU it is an assertion of the device, which stops the program.
+        ValueError: a value lies outside 0..q_len. On a GPU a device-side assertion stops the program.
     """
     tiles, counts, segments = _build_plan(indices, causal, q_len)
     return tiles, counts, segments
@@ -217,6 +217,6 @@ def flash_attn_decode(inputs: Inputs, causal: bool, arguments: Arguments) -> tup
     Arguments and results are as in `flash_attn_forward`.
 
     Raises:
-        ValueError: a value of `indices` lies outside 0..Sq. On a GPU it is an assertion of the device.
+        ValueError: a value of `indices` lies outside 0..Sq. On a GPU a device-side assertion stops the program.
     """
     return resolve_operator(*inputs, causal, arguments).decode(*inputs)

@@ -116,7 +116,7 @@ def hash_sparse_attention(
     Raises:
         TypeError: an argument has the wrong type or dtype.
         ValueError: shapes or devices do not fit, `mask` has another form, or a bucket lies outside 0..n_buckets - 1 (on
-            a GPU a device assertion, which stops the program).
+            a GPU a device-side assertion stops the program).
 
     Example:
         >>> import torch

@@ -219,7 +219,7 @@ def _combine(
 def prepare_decode(
     problem: Problem, config: Config | None = None, n_splits: int | None = None
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Prepare decoding for tensors of one layout. A bound out of range fails an assertion on the device.
+    """Prepare decoding for tensors of one layout. A bound out of range fails a device-side assertion.
 
     `config` None takes the measured tiles, and `n_splits` None fills the GPU.
 
