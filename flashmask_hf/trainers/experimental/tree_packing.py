@@ -90,7 +90,7 @@ def tree_vectors(position_ids: Tensor | None, kv_index: Tensor, cu_seqlens_q: Te
         got = None if position_ids is None else list(position_ids.shape)
         raise ValueError(f"a packed trie needs position_ids [1, N], the depths of its one row, got {got}")
     if any(len(shape) != 1 for shape in shapes) or shapes[1] != shapes[2] or len(cu_seqlens_q) < 2:
-        raise ValueError(f"tree_kv_index, tree_cu_seqlens_q, tree_cu_seqlens_k must be [K], [S+1], [S+1], got {shapes}")
+        raise ValueError(f"tree_kv_index must be [K], tree_cu_seqlens_q and tree_cu_seqlens_k [S + 1], got {shapes}")
     depth = position_ids[0].to(torch.int64)
     device, length, keys, segments = depth.device, len(depth), len(kv_index), len(cu_seqlens_q) - 1
     row, place = torch.arange(length, device=device), torch.arange(keys, device=device)
