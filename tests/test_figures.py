@@ -139,12 +139,19 @@ def test_rows_are_compared_at_the_longest_that_all_ran(figures, tmp_path):
         [
             {**run, "length": "4096", "implementation": "flashmask"},
             {**run, "length": "4096", "implementation": "sdpa", "tokens_per_second": "1000"},
+            {
+                **run,
+                "length": "4096",
+                "implementation": "flash_attention_4",
+                "tokens_per_second": "800",
+                "peak_gib": "20",
+            },
             {**run, "length": "8192", "implementation": "flashmask", "tokens_per_second": "1800", "peak_gib": "6"},
             {**full, "length": "8192", "implementation": "sdpa"},
         ],
     )
     found = cells(tables.row_lengths())[1:]
-    assert found == [["1B SFT", "4,096", "2,000 / 5.0", "1,000 / 5.0", "8,192 or more: 1,800 / 6.0"]]
+    assert found == [["1B SFT", "4,096", "2,000 / 5.0", "1,000 / 5.0", "800 / 20.0", "8,192 or more: 1,800 / 6.0"]]
     assert "over the fastest other attention with 4,096 tokens: SFT 2.00x" in drawn("row_speed_1b", tmp_path)
     assert "over SDPA's with 4,096 tokens: SFT 1.00x" in drawn("row_memory_1b", tmp_path)
 
@@ -213,6 +220,7 @@ def test_the_fastest_settings_of_both_are_compared(figures, tmp_path):
         trained_in("eager", "flashmask", "100"), trained_in("kept+liger", "flashmask", "120", peak_gib="10"),
         trained_in("compiled", "flashmask", "500"),  # a setting that no other has run is not compared
         trained_in("eager", "sdpa", "30"), trained_in("liger", "flash_attention_4", "110"),
+        *(trained_in(setting, "flashmask", "90", "2048") for setting in ("eager", "kept", "liger", "compiled", "kept+liger")),
         trained_in("eager", "flashmask", "out of time", "131072"),
         trained_in("eager", "flash_attention_4", "9", "131072"),
     ])  # fmt: skip
