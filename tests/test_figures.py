@@ -220,7 +220,7 @@ def test_the_fastest_settings_of_both_are_compared(figures, tmp_path):
         trained_in("eager", "flashmask", "100"), trained_in("kept+liger", "flashmask", "120", peak_gib="10"),
         trained_in("compiled", "flashmask", "500"),  # a setting that no other has run is not compared
         trained_in("eager", "sdpa", "30"), trained_in("liger", "flash_attention_4", "110"),
-        *(trained_in(setting, "flashmask", "90", "2048") for setting in ("eager", "kept", "liger", "compiled", "kept+liger")),
+        *(trained_in(setting, "flashmask", "90", "2048") for setting in tables.SETTINGS),
         trained_in("eager", "flashmask", "out of time", "131072"),
         trained_in("eager", "flash_attention_4", "9", "131072"),
     ])  # fmt: skip
