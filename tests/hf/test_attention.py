@@ -87,8 +87,9 @@ def test_hidden_start_of_a_document_keeps_it_apart(model_name, use_cache, length
         [([0, 1, 2, 3], {}), ([0, 0], {})],
         [([0, 1], {}), ([0, 1], dict(attention_mask=torch.tensor([[1, 1, 0, 1]])))],
         [([2, 3, 0, 1], {})],
+        [([0, 0, 1], {})],
     ],
-    ids=["two parts", "inside a part", "one token", "zeros", "hidden", "one part"],
+    ids=["two parts", "inside a part", "one token", "zeros", "hidden", "one part", "second token"],
 )
 def test_document_after_another_in_a_cache_is_refused(parts, static):
     ours, _ = model_pair("llama")

@@ -172,6 +172,7 @@ def test_no_attention_weights_of_a_model_that_collects_them():
     """GPT-2 does not hand output_attentions to its layers: hooks keep what they return."""
     config = GPT2Config(vocab_size=48, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="flashmask").eval()
+    model(tokens(1, 6))  # whose keywords are the same
     with pytest.raises(NotImplementedError, match=r"output_attentions=True: .*use attn_implementation='eager'"):
         model(tokens(1, 6), output_attentions=True)
     assert len(model(tokens(1, 6), output_hidden_states=True).hidden_states) == 3

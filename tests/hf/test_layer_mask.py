@@ -306,6 +306,7 @@ def test_attention_of_another_package_in_place_of_torch_is_no_context_parallelis
 @pytest.mark.parametrize("compiled", [False, True])
 def test_layers_whose_masks_accelerate_drops_are_refused(compiled, no_compiled_code):
     model, _ = model_pair("llama", num_hidden_layers=1)
+    model(tokens(1, 6))  # whose keywords are the same
     _attach_context_parallel_hooks(model)
     if compiled:
         model = torch.compile(model, backend="eager", fullgraph=True)
@@ -330,6 +331,8 @@ def test_cu_seq_lens_that_cannot_be_honoured_are_refused():
         attend(cu_seq_lens_q=edges)
     with pytest.raises(NotImplementedError, match=r"cu_seq_lens_q .*one causal row.*flatten the batch"):
         attend(cu_seq_lens_q=edges, attention_mask=mask_hook(batch_size=2, q_length=6, kv_length=6))
+    with pytest.raises(NotImplementedError, match=r"cu_seq_lens_q .*one causal row.*flatten the batch"):
+        model_pair("llama")[0](tokens(2, 6), cu_seq_lens_q=edges, use_cache=False)
     for columns in (
         mask_hook(batch_size=1, q_length=4, q_offset=2, kv_length=6),
         mask_hook(batch_size=1, q_length=6, kv_length=6, mask_function=bidirectional_mask_function),
