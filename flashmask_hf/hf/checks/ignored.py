@@ -162,6 +162,8 @@ def _are_documents_read(call: Call) -> Verdict | None:
         return None
     if call.indices is None:
         holds = None if call.documents is None else call.documents.is_one_per_row()
+    elif call.tensor(VECTORS, 4) is not None and call.indices.shape[2] > call.tokens.shape[1]:
+        return None  # a row split over ranks: its layers check the split, and record no read where they are compiled
     else:
         holds = _covers_tokens(call) and ~hides_more(call.indices, call.get("attention_mask")).any()
     other = "" if call.is_ours else "load it with 'flashmask', or "

@@ -210,6 +210,20 @@ def test_documents_in_a_model_that_is_compiled_in_place(compile_part):
     torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize(("length", "runs"), [(4, True), (9, False)])
+def test_only_the_layers_of_split_rows_know_whether_their_documents_are_read(length, runs):
+    model = AutoModelForCausalLM.from_config(llama_config(), attn_implementation="flashmask").eval()
+    indices = masks.causal_document([4, 5]).indices
+    call = Call(
+        model, (), dict(input_ids=IDS[:, :length], position_ids=PACKED[:, :length], startend_row_indices=indices)
+    )
+    if runs:
+        run_checks(call, after=True)
+    else:
+        with pytest.raises(RuntimeError, match="reads no document boundaries"):
+            run_checks(call, after=True)
+
+
 def check_numbered_mask(mask, places):
     run_check("that numbers documents", model_pair("llama")[0], IDS, attention_mask=mask, position_ids=places)
 
