@@ -21,7 +21,7 @@ from transformers.masking_utils import (
 )
 
 from flashmask_hf.hf.call import Call, call_of, record_documents
-from flashmask_hf.hf.documents import check_one_document
+from flashmask_hf.hf.documents import check_one_document, of_numbers
 from flashmask_hf.hf.families import refuse_unsupported
 from flashmask_hf.hf.keywords import check_window
 from flashmask_hf.hf.layer_mask import LayerMask, marked_rows
@@ -32,7 +32,10 @@ from flashmask_hf.mask import FlashMask, MaskNotRepresentable
 from flashmask_hf.names import FLASHMASK, VECTORS
 from flashmask_hf.parallel.split import active_split
 
-__all__ = ["mask_hook"]
+__all__ = ["NUMBERS", "mask_hook"]
+
+NUMBERS = torch.int32
+"""The dtype of a 2D mask that holds the number of each token's document, from 1 on, negative for padding."""
 
 
 def mask_hook(
@@ -61,7 +64,8 @@ def mask_hook(
         q_offset: position of the first query; a tensor with a static cache.
         kv_offset: position of the first key.
         mask_function: which query may see which key.
-        attention_mask: bool [B, up to kv_offset + Skv], False where a key is padding.
+        attention_mask: bool [B, up to kv_offset + Skv], False where a key is padding; or numbers of documents
+            (`NUMBERS`), where section 2 of `patches.py` knows no model call.
         device: device of the result.
         kwargs: `config`, `local_size` and `use_vmap` are read.
 
@@ -88,6 +92,8 @@ def mask_hook(
     visible = trace(mask_function, context)
     span = None if visible is None else visible.span()
     call, documents = call_of(config, q_length), None
+    if attention_mask is not None and attention_mask.dtype == NUMBERS:
+        documents, attention_mask = of_numbers(attention_mask.abs()), attention_mask > 0
     if call is not None and call.get("encoder_hidden_states") is not None and (span is None or span[0] != 0):
         call = None  # keys of an encoder
     if call is not None and active_split(q_length, call.indices) is not None:

@@ -14,16 +14,18 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.utils import generic
 
 from flashmask_hf.hf.attention import attention_forward
 from flashmask_hf.hf.call import Call, call_of, current_calls, record_documents
 from flashmask_hf.hf.checks import run_checks
-from flashmask_hf.hf.documents import check_one_document
+from flashmask_hf.hf.documents import check_one_document, of_positions
 from flashmask_hf.hf.families import refuse_own_attention
+from flashmask_hf.hf.mask_hook import NUMBERS
 from flashmask_hf.hf.rewrites import rewrite
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import FLASHMASK, HASH, NAMES, QK, VECTORS
@@ -105,7 +107,7 @@ def _is_flash_attention(
     return original(config, requested, version)
 
 
-# 2. The mask hook finds packed documents, and where it cannot, several in a row raise beside a cache or a 2D mask.
+# 2. The mask hook finds packed documents, beside a cache or a 2D mask, too.
 
 _MASK_ARGUMENTS = ["config", "inputs_embeds", "attention_mask", "position_ids", "layer_idx", "encoder_hidden_states"]
 _CACHES = ("past_key_values", "cache")  # the name of the fourth argument until 5.23, and since
@@ -115,12 +117,13 @@ def leave_documents_to_hook(module: Any) -> None:
     """Make `_preprocess_mask_arguments` leave packed documents to the mask hook, which reads them from the model call.
 
     Patched: `transformers.masking_utils._preprocess_mask_arguments`. In a call it gets no positions, except for chunked
-    attention, whose chunks count from the start of their document.
+    attention, whose chunks count from the start of their document. Where no call is known (models compiled in place,
+    submodels run by hand), it returns the numbers of a row's documents as the 2D mask (`mask_hook.NUMBERS`).
 
     Why: transformers looks for documents only if there is neither a cache nor a mask. Models default to
-    `use_cache=True`, so documents would silently see each other outside of a call, in a static cache and in chunks:
-    these raise. Where it finds documents, it evaluates masks at `position_ids` instead of rows: Gemma 3 would look up
-    the image blocks of the row's first document.
+    `use_cache=True`, so documents would silently see each other. In a static cache and in chunks they raise. Where it
+    finds documents, it evaluates masks at `position_ids` instead of rows: Gemma 3 would look up the image blocks of the
+    row's first document.
 
     Checked: it is a plain function with its seven parameters.
 
@@ -144,14 +147,21 @@ def _preprocess(
             kwargs = kwargs | {"position_ids": None}
         return original(config, inputs_embeds, attention_mask, *args, **kwargs)
     found = original(config, inputs_embeds, attention_mask, *args, **kwargs)
-    early_exit, mask, numbers, q_length, _, q_offset, _ = found
+    early_exit, mask, numbers, q_length, kv_length, q_offset, kv_offset = found
     if numbers is not None or (is_ours and positions is not None):
         record_documents()
-    if not is_ours or positions is None or numbers is not None or early_exit:
+    if not is_ours or positions is None or early_exit or (has_chunks and numbers is not None):
         return found
-    if positions.dim() == 2 and positions.shape[-1] == q_length and (mask is None or mask.dim() == 2):
+    if positions.dim() != 2 or positions.shape[-1] != q_length or (mask is not None and mask.dim() != 2):
+        return found
+    if isinstance(q_offset, Tensor) or not q_offset == kv_offset == 0 or q_length != kv_length or has_chunks:
         check_one_document(positions, mask, q_offset)
-    return found
+        return found
+    real = None if mask is None else nn.functional.pad(mask, (0, q_length - mask.shape[1]))  # of any length
+    numbers = of_positions(positions, real).numbers() if numbers is None else numbers
+    numbers = (numbers + 1).to(NUMBERS).expand(len(inputs_embeds), -1)
+    mask = numbers if real is None else torch.where(real, numbers, -numbers)
+    return early_exit, mask, None, q_length, kv_length, q_offset, kv_offset
 
 
 # 3. Models that do not look attention up by name refuse the names.

@@ -220,6 +220,14 @@ def test_a_mask_function_of_a_caller_gets_one_pair_at_a_time():
     assert torch.equal(dense_of(mask_hook(**given), 6), expected)
 
 
+def test_documents_may_have_padding_among_them():
+    numbers = torch.tensor([[-1, 2, 2, -2, 2, 3, -3]], dtype=hook_module.NUMBERS)
+    columns = mask_hook(batch_size=1, q_length=7, kv_length=7, attention_mask=numbers)
+    document, real = numbers.abs(), numbers > 0
+    expected = (document.mT == document) & real & torch.ones(7, 7).tril().bool()
+    assert torch.equal(dense_of(columns, 7), expected[None, None])
+
+
 def test_blocks_in_two_pieces_are_refused():
     ids = torch.tensor([[0, 0, -1, 0, 1, 1]])
     function = hf_masks.or_masks(hf_masks.causal_mask_function, hf_masks.blockwise_overlay(ids))

@@ -26,7 +26,7 @@ from transformers.models.gptj import modeling_gptj
 from transformers.utils import generic
 
 import flashmask_hf  # applies the patches
-from flashmask_hf.hf import patches
+from flashmask_hf.hf import mask_hook, patches
 
 # 1. The names are not FlashAttention's.
 
@@ -134,7 +134,7 @@ def config():
     return config
 
 
-def test_documents_beside_a_mask_are_found_in_a_call_and_refused_outside(config):
+def test_documents_beside_a_mask_are_found_in_a_call_and_outside(config):
     padding = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 0, 0]])
     positions = torch.tensor([[0, 0, 0, 1, 2, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6, 0, 0]])
     model = model_with("flashmask")
@@ -142,9 +142,10 @@ def test_documents_beside_a_mask_are_found_in_a_call_and_refused_outside(config)
     for row, start, end in ((0, 2, 5), (0, 5, 9), (1, 0, 7)):
         alone = model(ROW[:, start:end]).logits[0]
         torch.testing.assert_close(got[row, start:end], alone, rtol=1e-4, atol=1e-4)
-    with pytest.raises(RuntimeError, match=r"position_ids start again at 0 .*pass whole rows"):
-        preprocess(config, positions=positions, padding=padding)
-    assert preprocess(config, positions=positions[1:], padding=padding[1:])[2] is None
+    _, mask, documents, *_ = preprocess(config, positions=positions, padding=padding)
+    assert documents is None  # what transformers finds
+    assert mask.dtype == mask_hook.NUMBERS
+    assert mask.tolist() == [[-1, -1, 2, 2, 2, 3, 3, 3, 3], [2] * 7 + [-2] * 2]
 
 
 def test_several_documents_beside_a_mask_of_another_length_are_refused(config):

@@ -198,15 +198,16 @@ def compile_child(model):
     ],
     ids=["whole", "backbone", "replaced backbone"],
 )
-def test_documents_in_a_model_that_is_compiled_in_place(compile_part):
+@pytest.mark.parametrize("given", [{"use_cache": False}, {"attention_mask": torch.ones(1, 12).long()}], ids=list)
+def test_documents_in_a_model_that_is_compiled_in_place(compile_part, given):
     """Compiled code does not record that positions were read; it reads them all the same."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(llama_config(), attn_implementation="flashmask")
     ids = torch.randint(3, 48, (1, 12))
     packed = positions([7, 5])
-    want = model(input_ids=ids, position_ids=packed, use_cache=False).logits
+    want = model(input_ids=ids, position_ids=packed, **given).logits
     compile_part(model)
-    got = model(input_ids=ids, position_ids=packed, use_cache=False).logits
+    got = model(input_ids=ids, position_ids=packed, **given).logits
     torch.testing.assert_close(got, want)
 
 
