@@ -27,12 +27,14 @@ class Family(NamedTuple):
         kernels: distributions whose kernels read document boundaries. Every layer hands them `seq_idx`, and
             `cu_seq_lens_q` for the delta rule.
         window_in_mask: whether its sliding window is in the mask only.
+        drops_indices: whether it keeps keywords from its layers, and asks for a mask only if the call has one.
     """
 
     refused: str = ""
     mixes: bool = False
     kernels: tuple[str, ...] = ()
     window_in_mask: bool = False
+    drops_indices: bool = False
 
 
 _DROPS_KEYWORDS = f"keep keywords from their layers, so {VECTORS} would be ignored without a word"
@@ -45,6 +47,7 @@ _TYPES = {
     Family(_EDITS_MASKS, mixes=True): "deepseek_v4",
     Family(mixes=True): "falcon_mamba mamba mamba2 minimax mobilebert rwkv xlstm",
     Family(window_in_mask=True): "phimoe qwen2_moe",
+    Family(drops_indices=True): "aimv2_text_model",
     Family(kernels=("causal-conv1d",)): "lfm2 lfm2_moe",
     Family(kernels=("causal-conv1d", "mamba-ssm")): "bamba falcon_h1 granitemoehybrid nemotron_h zamba2",
     Family(kernels=("causal-conv1d", "flash-linear-attention")): "olmo_hybrid qwen3_5_moe_text qwen3_5_text qwen3_next",

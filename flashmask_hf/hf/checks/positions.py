@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flashmask_hf.hf.call import Call
 from flashmask_hf.hf.checks.trees import has_one_document, mask_of
+from flashmask_hf.hf.families import family_of
 from flashmask_hf.hf.rules import Rule, Verdict, rule
 from flashmask_hf.intervals import outer_rows
 from flashmask_hf.names import VECTORS
@@ -57,8 +58,8 @@ def _lacks_positions(call: Call) -> bool:
 
 @rule(CHECKS, "documents without positions in a model that embeds positions (GPT-2, BERT)", where=_lacks_positions)
 def _has_one_document(call: Call) -> Verdict:
-    may_branch = call.indices is not None and not _takes_positions(call)
-    return False if may_branch else has_one_document(call), (
+    drops_indices = call.indices is not None and family_of(call.config).drops_indices
+    return False if drops_indices else has_one_document(call), (
         f"{call.name} embeds positions, and would number documents from end to end; pass position_ids that start again "
         "with each, or, if the model takes none (AIMv2), one document per row"
     )

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tools import model_zoo
 from tools.model_pairs import BOUND, NoSynchronization, assert_near, positions
-from transformers import Aimv2TextConfig, Aimv2TextModel, AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers import Aimv2TextConfig, Aimv2TextModel, AutoModelForCausalLM, AutoModelForMaskedLM, BartConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from flashmask_hf import masks
@@ -211,6 +211,15 @@ def test_other_models_need_no_positions():
     for mask in (masks.causal_document([3, 3]), masks.document([3, 3])):
         with pytest.raises(NotImplementedError, match="models with an encoder and a decoder do not take them"):
             model_zoo.build("bart", "flashmask")(**call | {"startend_row_indices": mask.indices})
+
+
+def test_a_decoder_that_takes_no_positions_takes_mask_indices_of_one_document():
+    sizes = dict(vocab_size=48, d_model=32, decoder_layers=1, decoder_attention_heads=4, decoder_ffn_dim=48)
+    config = BartConfig(**sizes, max_position_embeddings=16, dropout=0.0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="flashmask").eval()
+    ids = torch.arange(6, 12)[None]
+    got = model(ids, startend_row_indices=masks.causal(6).bidirectional().indices).logits
+    assert_near(got, model(ids).logits)
 
 
 @pytest.mark.parametrize("masked", [False, True])
