@@ -261,7 +261,7 @@ ONE = {
     ),
     "sft, conversations with other keys, that TRL packs": (
         lambda: build("sft", rows=[{"conversations": CONVERSATION}], packing=True),
-        "the train dataset has messages with the keys role, content; rename them to from and value",
+        "the train dataset has messages with the keys role, content; rename them to from and value.* all others",
     ),
     "sft, a formatted text beside messages": (
         lambda: build("sft", rows=[{"messages": CONVERSATION}], formatting_func=str),
@@ -521,6 +521,8 @@ def test_a_part_of_the_prompt_in_another_column_is_refused_by_sft(row, column):
     held = [{column: ""} | row, {column: "w6"} | row]
     assert sft_data.check_columns(Dataset.from_list(held), held[0], "text", False, "train") is None
     rows = [held[0], {column: "w8 w9"} | row]
+    with pytest.raises(ValueError, match="example 1"):  # whatever column has the text of other datasets
+        sft_data.check_columns(Dataset.from_list(rows), rows[0], list(row)[-1], False, "train")
     with pytest.raises(ValueError, match=f"example 1 of the train dataset has a column '{column}' beside its prompt"):
         build("sft", rows=rows)
     with pytest.raises(ValueError, match="example 0 of the train dataset has a column"):
@@ -639,6 +641,13 @@ def test_a_transform_is_refused_by_dpo():
     """The trainers of the other tasks refuse it, too: TRL's own, and `prepare_rows`."""
     with pytest.raises(ValueError, match="the train dataset has a transform"):
         build("dpo", rows=Dataset.from_list(PAIRS).with_transform(lambda batch: batch))
+
+
+def test_a_transform_of_prepared_rows_sees_whole_rows():
+    names = ["prompt_ids", "chosen_ids", "rejected_ids"]
+    prepared = Dataset.from_list([dict(zip(names, ([5], [6, 7], [8]), strict=True))] * 2)
+    rows = prepared.with_transform(lambda batch: {name: batch[name] for name in names})
+    build("dpo", rows=rows)
 
 
 def streamed(task):

@@ -134,7 +134,7 @@ def check_rows(dataset: Dataset, collator: Any, args: Any, name: str) -> None:
         remove_columns=dataset.column_names,
         keep_in_memory=True,  # the dataset's folder may be read-only
         **map_options(dataset, args, f"Checking {name} dataset"),
-    )
+    ).with_format(None)  # `map` hands on a transform, which would look for the columns
     cut = [index for index, is_cut in enumerate(found["cut"]) if is_cut]
     if cut:
         logger.warning(

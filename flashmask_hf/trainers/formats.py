@@ -115,7 +115,8 @@ def refuse_other_keys(parts: Sequence[Any], name: str, keys: tuple[str, str] = (
         first = part[0] if isinstance(part, list) and part else None
         if isinstance(first, Mapping) and keys[0] not in first:
             raise ValueError(
-                f"{name} has messages with the keys {', '.join(first)}; rename them to {' and '.join(keys)}"
+                f"{name} has messages with the keys {', '.join(first)}; rename them to {' and '.join(keys)}. TRL reads "
+                "from and value in a column conversations, role and content in all others."
             )
 
 

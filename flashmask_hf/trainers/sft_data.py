@@ -49,7 +49,8 @@ def check_columns(
         raise ValueError(f"{problem}; remove or rename the column prompt to train on {read[0]}")
     elif text_field not in first:
         refuse_other_keys((first[read[0]],), where, _TURNS[read[0]])
-    for column in CONTEXTS if read[0] != text_field else ():
+    has_turns = {"prompt", "completion"} <= set(first) or read[0] in _TURNS
+    for column in CONTEXTS if has_turns else ():
         if column in first:  # a stream is checked by its first row
             rows = dataset[column] if isinstance(dataset, Dataset) else ()
             index = next((index for index, text in enumerate(rows) if text), 0)
