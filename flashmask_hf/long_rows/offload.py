@@ -70,7 +70,7 @@ class Offload(Store):
                 "LongRows, call train() of the same trainer, or load the model again"
             )
         super().__init__(host_bytes, min_bytes)
-        self._modules = modules
+        self._modules = weakref.WeakSet(modules)  # a copied model would keep them by the wrapper of its original
         holder = common_module(model, list(named))
         for key in [key for key, hook in holder._forward_pre_hooks.items() if isinstance(hook, Offload)]:
             del holder._forward_pre_hooks[key]  # the model is a copy, with a copy of its original's
@@ -80,7 +80,7 @@ class Offload(Store):
     def __deepcopy__(self, memo: dict[int, Any]) -> Offload:
         copied = Offload.__new__(Offload)
         Store.__init__(copied, self.host_bytes, self.min_bytes)
-        copied._modules = copy.deepcopy(self._modules, memo)
+        copied._modules = weakref.WeakSet(copy.deepcopy(list(self._modules), memo))
         return copied
 
     @torch.compiler.disable

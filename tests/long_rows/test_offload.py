@@ -7,6 +7,7 @@ import gc
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -409,6 +410,18 @@ def test_a_copy_has_a_store_and_a_budget_of_its_own():
     assert budget.pool_bytes == 0
     assert_same(gradients(model), want)
     assert offload.peak_bytes > 0
+
+
+def test_a_copy_does_not_keep_its_original():
+    model = model_of("plain")
+    offload = offload_checkpoints(model, min_bytes=1)
+    gradients(model)  # now layers checkpoint into the store, also in the copy
+    copied, original = copy.deepcopy(model), weakref.ref(model.model.layers[0])
+    offload.close()
+    del model, offload
+    gc.collect()
+    assert original() is None
+    assert copied.model.layers[0]._gradient_checkpointing_func is not None
 
 
 def test_wrong_arguments():
