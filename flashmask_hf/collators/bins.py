@@ -38,7 +38,8 @@ def best_fit_decreasing(lengths: Sequence[int] | NDArray[np.int64], capacity: in
         else:
             room, _, target = rooms.pop(best)
         target.append(item)
-        insort(rooms, (room - int(sizes[item]), turn, target))
+        if room > sizes[item]:
+            insort(rooms, (room - int(sizes[item]), turn, target))
     for target in bins:
         target.sort()
     return sorted(bins)

@@ -105,4 +105,5 @@ def as_numbers(values: Any, count: int, things: str, name: str) -> list[float]:
     """Return one number for each of `count` `things` as floats; booleans are 0 and 1. Errors are as in `as_number`."""
     if not hasattr(values, "__len__") or len(values) != count:
         raise ValueError(f"{name} must be one number for each of its {count} {things}, got {values!r:.80}")
-    return [float(x) if isinstance(x, bool) else as_number(x, f"each of the {name}") for x in values]
+    numbers = values.tolist() if isinstance(values, (Tensor, np.ndarray)) else values
+    return [float(x) if isinstance(x, bool) else as_number(x, f"each of the {name}") for x in numbers]

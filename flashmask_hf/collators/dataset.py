@@ -142,7 +142,9 @@ def pack_dataset(
         )
     # In `map`, warnings would break the progress bar, and be missing on a cached second run.
     tables: Any = dataset.select_columns("input_ids").with_format("arrow").iter(batch_size=10_000)
-    lengths = np.concatenate([pc.call_function("list_value_length", [table["input_ids"]]) for table in tables])
+    lengths = np.concatenate([pc.call_function("list_value_length", [table["input_ids"]]) for table in tables]).astype(
+        np.int64
+    )
     count = int((-(-lengths // max_length)).sum()) if split else len(lengths)
     _warn_of_losses(lengths, max_length, truncation_mode, count, sum(map(len, packed["seq_lengths"])))
     return packed

@@ -182,13 +182,17 @@ class PackingCollator:
             self._warned.add(message)
             logger.warning(message, *values)
 
+    def _check_size(self, forest: Forest, name: str) -> None:
+        depth = 0 if self.max_position_embeddings is None else forest.depth()
+        row = getattr(self, self._row_option)
+        check_size(name, len(forest.tokens), depth, row, self.max_position_embeddings)
+
     def _pack(self, forests: Sequence[Forest], names: Sequence[str]) -> PackedRows:
         """Pack forests with these names in errors."""
         row, multiple = getattr(self, self._row_option), self.pad_to_multiple_of or 1
+        for forest, name in zip(forests, names, strict=True):
+            self._check_size(forest, name)
         sizes = [len(forest.tokens) for forest in forests]
-        for name, forest, size in zip(names, forests, sizes, strict=True):
-            depth = 0 if self.max_position_embeddings is None else forest.depth()
-            check_size(name, size, depth, row, self.max_position_embeddings)
         if row is None:
             members, length = [list(range(len(forests)))], -(-sum(sizes) // multiple) * multiple
         else:

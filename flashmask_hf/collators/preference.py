@@ -121,7 +121,7 @@ class DataCollatorForSharedQuestion(PackingCollator):
     def check(self, example: Mapping[str, Any], name: str) -> bool:
         """Return whether `max_length` cuts an example; raise the error that collating it would raise."""
         question, answers, longest = self._read(example, name)
-        self._pack([Forest.shared_question(question, answers)], [name])
+        self._check_size(Forest.shared_question(question, answers), name)
         return longest > len(question) + max(map(len, answers))
 
     def _read(self, example: Mapping[str, Any], name: str) -> tuple[NDArray[np.int64], list[NDArray[np.int64]], int]:

@@ -114,9 +114,13 @@ class DataCollatorForMultiAnswerReward(PackingCollator):
         names = example_names(examples)
         read = [self._read(example, name) for example, name in zip(examples, names, strict=True)]
         rows = self._pack([example.forest() for example in read], names)
+        ends = [
+            torch.from_numpy(start + np.cumsum(x.lengths) - 1)
+            for start, x in zip(rows.starts, rows.forests, strict=True)
+        ]
         last = [
-            torch.stack([path[-1] for path in first_equals(example.answers, rows.paths(at))])
-            for at, example in enumerate(read)
+            torch.stack(first_equals(example.answers, [*own[-len(example.answers) :]]))
+            for own, example in zip(ends, read, strict=True)
         ]
         most = max(map(len, last))
         index = torch.stack([torch.cat([own, own[-1:].expand(most - len(own))]) for own in last])
@@ -135,7 +139,7 @@ class DataCollatorForMultiAnswerReward(PackingCollator):
 
     def check(self, example: Mapping[str, Any], name: str) -> bool:
         """Return False: nothing is cut. Raise the error that collating an example would raise."""
-        self._pack([self._read(example, name).forest()], [name])
+        self._check_size(self._read(example, name).forest(), name)
         return False
 
     def _read(self, example: Mapping[str, Any], name: str) -> Comparison:

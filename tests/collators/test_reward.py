@@ -47,6 +47,12 @@ def test_a_margin_may_be_any_number(margin):
     assert batch["margins"].tolist() == [[1.0, 0.0]]
 
 
+@pytest.mark.parametrize("scores", [[True, False], np.array([True, False]), torch.tensor([True, False])], ids=repr)
+def test_scores_may_be_true_and_false(scores):
+    batch = DataCollatorForMultiAnswerReward()([GOOD | {"scores": scores}])
+    assert batch["scores"].tolist() == [[1.0, 0.0]]
+
+
 # --- errors
 
 GOOD = {"prompt_ids": [1, 2], "answers_ids": [[3], [4]]}
