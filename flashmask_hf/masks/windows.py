@@ -34,7 +34,7 @@ def full(kv_len: int, *, q_len: int | None = None, device: Device = None) -> Fla
     """
     kv_len = as_length("kv_len", kv_len)
     q_len = kv_len if q_len is None else as_length("q_len", q_len)
-    never = torch.full((1, 1, kv_len), q_len, dtype=torch.int32, device=device or "cpu")
+    never = torch.full((1, 1, kv_len), q_len, dtype=torch.int32, device="cpu" if device is None else device)
     return FlashMask(torch.stack([never, torch.zeros_like(never)], -1), causal=False, q_len=q_len)
 
 
