@@ -211,7 +211,7 @@ def test_documents_in_a_model_that_is_compiled_in_place(compile_part, given):
     torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize(("length", "runs"), [(4, True), (9, False)])
+@pytest.mark.parametrize(("length", "runs"), [(8, True), (9, False)])
 def test_only_the_layers_of_split_rows_know_whether_their_documents_are_read(length, runs):
     model = AutoModelForCausalLM.from_config(llama_config(), attn_implementation="flashmask").eval()
     indices = masks.causal_document([4, 5]).indices
