@@ -4,6 +4,7 @@ import re
 
 import pytest
 import tools.recipes  # noqa: F401  # makes the recipes importable
+import torch
 from tools.tiny import TRAINER_WARNINGS
 
 import check_against_stock  # isort: skip
@@ -53,8 +54,6 @@ def test_losses_and_gradient_norms_equal_those_of_trl(name, files, model, tmp_pa
 @pytest.mark.full
 def test_runs_that_differ_fail(files, model, tmp_path, capsys, monkeypatch):
     """Documents that see each other: the mask of one document per row."""
-    import torch
-
     from flashmask_hf.collators import DataCollatorForPackedLanguageModeling
 
     collate = DataCollatorForPackedLanguageModeling.__call__
@@ -68,6 +67,17 @@ def test_runs_that_differ_fail(files, model, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(DataCollatorForPackedLanguageModeling, "__call__", joined)
     with pytest.raises(SystemExit, match=r"differ by more than 0\.001"):
         run("sft", files, model, tmp_path, capsys)
+
+
+@pytest.mark.parametrize("column", ["losses", "norms"])
+def test_a_run_with_nan_fails(column, monkeypatch):
+    stock = check_against_stock.Curve(torch.ones(3), torch.ones(3), 1)
+    ours = stock._replace(**{column: torch.tensor([1, torch.nan, 1])})
+    monkeypatch.setattr(check_against_stock, "compare", lambda name, argv: (stock, ours, 0.001))
+    with pytest.raises(SystemExit, match=r"differ by more than 0\.001"):
+        check_against_stock.main(["sft"])
+    monkeypatch.setattr(check_against_stock, "compare", lambda name, argv: (stock, stock, 0.001))
+    check_against_stock.main(["sft"])
 
 
 @pytest.mark.parametrize("argv", [[], ["--max_steps", "3"], ["ppo"]])
