@@ -31,15 +31,16 @@ def best_fit_decreasing(lengths: Sequence[int] | NDArray[np.int64], capacity: in
     bins: list[list[int]] = []
     rooms: list[tuple[int, int, list[int]]] = []  # free length of each bin, when it got so, and its items; ascending
     for turn, item in enumerate(np.argsort(-sizes, kind="stable").tolist()):
-        best = bisect_left(rooms, (int(sizes[item]),))
+        size = int(sizes[item])
+        best = bisect_left(rooms, (size,))
         if best == len(rooms):
             bins.append([])
             room, target = capacity, bins[-1]
         else:
             room, _, target = rooms.pop(best)
         target.append(item)
-        if room > sizes[item]:
-            insort(rooms, (room - int(sizes[item]), turn, target))
+        if room > size:
+            insort(rooms, (room - size, turn, target))
     for target in bins:
         target.sort()
     return sorted(bins)

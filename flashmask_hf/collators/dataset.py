@@ -142,9 +142,8 @@ def pack_dataset(
         )
     # In `map`, warnings would break the progress bar, and be missing on a cached second run.
     tables: Any = dataset.select_columns("input_ids").with_format("arrow").iter(batch_size=10_000)
-    lengths = np.concatenate([pc.call_function("list_value_length", [table["input_ids"]]) for table in tables]).astype(
-        np.int64
-    )
+    counts = [pc.call_function("list_value_length", [table["input_ids"]]) for table in tables]
+    lengths = np.concatenate(counts).astype(np.int64)  # int32 in Arrow
     count = int((-(-lengths // max_length)).sum()) if split else len(lengths)
     _warn_of_losses(lengths, max_length, truncation_mode, count, sum(map(len, packed["seq_lengths"])))
     return packed

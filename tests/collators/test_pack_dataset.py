@@ -318,6 +318,11 @@ def test_rows_are_int32_whatever_the_source_is(kind):
         pack_dataset(Dataset.from_dict({"input_ids": [[1, 2**31]]}), 4)
 
 
+def test_rows_may_be_longer_than_an_int32():
+    packed = pack_dataset(Dataset.from_dict({"input_ids": [[1, 2], [3]]}), 2**31, split=True)
+    assert packed["seq_lengths"][:] == [[2, 1]]
+
+
 def test_a_stream_waits_for_a_thousand_examples_at_most():
     read = []
 
