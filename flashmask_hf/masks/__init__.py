@@ -17,6 +17,7 @@ document of less than one token, a packed row longer than `kv_len`, or `q_len` o
 """
 
 from flashmask_hf.masks.documents import (
+    blocks,
     causal_blockwise,
     causal_document,
     document,
@@ -36,6 +37,7 @@ from flashmask_hf.masks.windows import (
 
 __all__ = [
     "Node",
+    "blocks",
     "causal",
     "causal_blockwise",
     "causal_document",

@@ -35,18 +35,23 @@ def query_count(q_len: int | None, kv_len: int) -> int:
     return as_integer("q_len", q_len, 1, kv_len, why=why)
 
 
-def batch_rows(name: str, value: Any, row_type: type | tuple[type, ...]) -> list[tuple[str, Sequence[Any]]]:
-    """Split an argument into (name for errors, row) pairs, one per packed row; a bare row is a batch of one."""
+def batch_rows(
+    name: str, value: Any, row_type: type | tuple[type, ...], empty: bool = False
+) -> list[tuple[str, Sequence[Any]]]:
+    """Split an argument into (name for errors, row) pairs, one per packed row; a bare row is a batch of one.
+
+    `empty` says whether a row may have no entry.
+    """
     if not isinstance(value, (list, tuple)):
         raise TypeError(f"{name} must be a list, or a list of lists for a batch, got {type(value).__name__}")
-    if not value:
+    if not value and not empty:
         raise ValueError(f"{name} is empty; give at least one entry")
-    if not isinstance(value[0], row_type):
+    if not value or not isinstance(value[0], row_type):
         return [(name, value)]
     for b, row in enumerate(value):
         if not isinstance(row, row_type):
             raise TypeError(f"{name}[0] is a row of a batch, so {name}[{b}] must be one too, got {row!r}")
-        if not row:
+        if not row and not empty:
             raise ValueError(f"{name}[{b}] is empty; every row of a batch needs at least one entry")
     return [(f"{name}[{b}]", row) for b, row in enumerate(value)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -75,6 +76,54 @@ def document(
     """
     start, end = document_spans(*_batch_lengths("documents", documents, kv_len))
     return make_mask(end, start, causal=False, q_len=q_len, device=device_of(device, documents))
+
+
+def blocks(
+    lengths: Lengths,
+    spans: Sequence[tuple[int, int]] | Sequence[Sequence[tuple[int, int]]],
+    *,
+    kv_len: int | None = None,
+    q_len: int | None = None,
+    device: Device = None,
+) -> FlashMask:
+    """Packed causal documents whose spans see themselves whole, as images do in Gemma 3 and Gemma 4.
+
+    `blocks([5, 2], [(1, 3), (5, 7)])`:
+
+        1 . . . . . .
+        1 1 1 . . . .
+        1 1 1 . . . .
+        1 1 1 1 . . .
+        1 1 1 1 1 . .
+        . . . . . 1 1
+        . . . . . 1 1
+
+    Args:
+        lengths: as `documents`.
+        spans: tuples (start, end) of positions in the packed row, end exclusive, in order; a list of lists for a batch.
+
+    Returns:
+        FlashMask: indices [B, 1, kv_len, 2], not causal.
+
+    Raises:
+        TypeError: a span is not such a tuple.
+        ValueError: a span is empty, overlaps the one before, or is not within one document; or the rows of `spans` are
+            not as many as the rows of `lengths`.
+
+    Example:
+        >>> blocks([5, 2], [(1, 3), (5, 7)]).indices[0, 0].T
+        tensor([[5, 5, 5, 5, 5, 7, 7],
+                [0, 1, 1, 3, 4, 5, 5]], dtype=torch.int32)
+    """
+    rows, kv_len = _batch_lengths("lengths", lengths, kv_len)
+    batch = batch_rows("spans", spans, list, empty=True)
+    if len(batch) != len(rows):
+        raise ValueError(f"spans has {len(batch)} rows, but lengths has {len(rows)}; give a list of spans per row")
+    parts = [_parts(path, row, documents) for (path, row), documents in zip(batch, rows, strict=True)]
+    first = per_token([first for _, first in parts], [length for length, _ in parts], kv_len, padding=kv_len)
+    _, end = document_spans(rows, kv_len)
+    first = torch.minimum(first, key_positions(kv_len))
+    return make_mask(end, first, causal=False, q_len=q_len, device=device_of(device, lengths))
 
 
 def causal_blockwise(
@@ -185,3 +234,29 @@ def _batch_lengths(name: str, value: Any, kv_len: int | None) -> tuple[list[list
         for path, row in batch_rows(name, value, (list, tuple))
     ]
     return lengths, key_count(name, lengths, kv_len)
+
+
+def _parts(path: str, spans: Sequence[Any], lengths: list[int]) -> tuple[list[int], list[int]]:
+    """Split a packed row at its spans: the length of each part, and the first query row that may see it whole.
+
+    Tokens between spans are parts whose first row is the end of the packed row. `path` names the spans in errors.
+    """
+    ends = list(accumulate(lengths))
+    parts: list[int] = []
+    first: list[int] = []
+    position = document = 0
+    for k, span in enumerate(spans):
+        if not isinstance(span, tuple) or len(span) != 2:
+            raise TypeError(f"{path}[{k}] must be a tuple (start, end), got {span!r}")
+        why = "spans are in the order of the row and do not overlap"
+        start = as_integer(f"{path}[{k}][0]", span[0], position, why=why)
+        while document < len(ends) and ends[document] <= start:
+            document += 1
+        if document == len(ends):
+            raise ValueError(f"{path}[{k}] must lie in a document, got {span}; the last document ends at {ends[-1]}")
+        why = "a span ends after its start, within its document"
+        end = as_integer(f"{path}[{k}][1]", span[1], start + 1, ends[document], why=why)
+        parts += [start - position, end - start]
+        first += [ends[-1], start]
+        position = end
+    return [*parts, ends[-1] - position], [*first, ends[-1]]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from flashmask_hf._numbers import as_integer, as_length
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.masks._arguments import Device, batch_integers, batch_rows, device_of, from_array, key_count
-from flashmask_hf.masks._columns import document_spans, key_positions, make_mask, per_token
+from flashmask_hf.masks.documents import blocks
 
 
 def prefix_lm_causal(
@@ -84,20 +83,18 @@ def prefix_lm_document(
                 [0, 0, 2, 3, 4, 5]], dtype=torch.int32)
     """
     lengths: list[list[int]] = []
-    prefixes: list[list[int]] = []
+    spans: list[list[tuple[int, int]]] = []
     for path, row in batch_rows("documents", documents, list):
         lengths.append([])
-        prefixes.append([])
+        spans.append([])
+        start = 0
         for k, entry in enumerate(row):
             if not isinstance(entry, tuple) or len(entry) != 2:
                 raise TypeError(f"{path}[{k}] must be a tuple (prefix length, total length), got {entry!r}")
             total = as_integer(f"{path}[{k}][1]", entry[1], 1, why="a document has at least one token")
             prefix = as_integer(f"{path}[{k}][0]", entry[0], 0, total, why="the prefix is part of the total length")
             lengths[-1].append(total)
-            prefixes[-1].append(prefix)
-    kv_len = key_count("documents", lengths, kv_len)
-    start, end = document_spans(lengths, kv_len)
-    prefix = per_token(prefixes, lengths, kv_len, padding=0)
-    key = key_positions(kv_len)
-    first = torch.where(key < start + prefix, start, key)
-    return make_mask(end, first, causal=False, q_len=q_len, device=device)
+            spans[-1] += [(start, start + prefix)] if prefix else []
+            start += total
+    key_count("documents", lengths, kv_len)
+    return blocks(lengths, spans, kv_len=kv_len, q_len=q_len, device=device)

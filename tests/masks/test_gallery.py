@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -96,10 +97,16 @@ def sees_document_with_prefix(documents: list[tuple[int, int]], i: int, j: int) 
     return j <= i or (i >= start and j < start + documents[document][0])
 
 
+def sees_document_and_own_span(lengths: list[int], spans: list[tuple[int, int]], i: int, j: int) -> bool:
+    together = any(start <= i < end and start <= j < end for start, end in spans)
+    return same_document(lengths, i, j) and (j <= i or together)
+
+
 DOCUMENTS = [[5, 3, 8], [1, 7], [4, 9, 1, 2]]
 ANSWERS = [[(4, [3, 2]), (1, [1, 1, 2])], [(7, [5])], [(2, [1, 4, 1]), (3, [3])]]
 FOREST = [[(2, [(1, [3, (1, [1, 2])]), 2]), 3], [5], [(1, [(1, [(1, [(1, [1])])])]), (4, [1, 1])]]
 PREFIXED = [[(2, 6), (0, 3), (5, 5)], [(1, 9)], [(3, 3), (1, 1), (2, 11)]]
+SPANS = [[(0, 2), (3, 5), (5, 8), (9, 10)], [], [(4, 9), (10, 13), (14, 16)]]
 EVICTED = torch.tensor([[[1, 4, 3, 7, 5, 6, 7], [7, 2, 7, 7, 6, 6, 7]], [[5, 5, 5, 4, 7, 7, 7], [7] * 7]])
 
 FAMILIES = [
@@ -143,6 +150,21 @@ FAMILIES = [
         lambda **k: masks.document(DOCUMENTS, kv_len=17, **k),
         17,
         lambda b, i, j: same_document(DOCUMENTS[b], i, j),
+        (False, 2),
+        batch=3,
+    ),
+    Family(
+        "blocks",
+        lambda **k: masks.blocks(DOCUMENTS[0], SPANS[0], **k),
+        16,
+        lambda b, i, j: sees_document_and_own_span(DOCUMENTS[0], SPANS[0], i, j),
+        (False, 2),
+    ),
+    Family(
+        "blocks batch",
+        lambda **k: masks.blocks(DOCUMENTS, SPANS, kv_len=17, **k),
+        17,
+        lambda b, i, j: sees_document_and_own_span(DOCUMENTS[b], SPANS[b], i, j),
         (False, 2),
         batch=3,
     ),
@@ -353,6 +375,22 @@ def test_any_documents_with_any_number_of_last_queries(rows, spare, data):
         assert torch.equal(build(rows, kv_len=kv_len, q_len=q_len).to_dense(), family.dense(q_len))
 
 
+@settings(max_examples=60)
+@given(lengths=row_lengths, spare=st.integers(0, 3), data=st.data())
+def test_any_spans_with_any_number_of_last_queries(lengths, spare, data):
+    spans, start = [], 0
+    for length in lengths:
+        cuts = sorted(data.draw(st.sets(st.integers(start, start + length), max_size=4)))
+        spans += [pair for pair in itertools.pairwise(cuts) if data.draw(st.booleans())]
+        start += length
+    kv_len = start + spare
+    q_len = data.draw(st.integers(1, kv_len))
+    family = Family(
+        "", masks.blocks, kv_len, lambda b, i, j: sees_document_and_own_span(lengths, spans, i, j), (False, 2)
+    )
+    assert torch.equal(masks.blocks(lengths, spans, kv_len=kv_len, q_len=q_len).to_dense(), family.dense(q_len))
+
+
 nodes = st.recursive(
     st.integers(1, 3), lambda child: st.tuples(st.integers(1, 3), st.lists(child, max_size=3)), max_leaves=8
 )
@@ -388,6 +426,8 @@ def test_families_agree_where_one_is_a_case_of_another():
         (masks.prefix_lm_document([(0, 5), (0, 4)]), masks.causal_document([5, 4])),
         (masks.prefix_lm_document([(5, 5), (4, 4)]), masks.document([5, 4])),
         (masks.causal_blockwise([9]), masks.causal(9)),
+        (masks.blocks([5, 4], []), masks.causal_document([5, 4])),
+        (masks.blocks([5, 4], [(0, 5), (5, 9)]), masks.document([5, 4])),
         (masks.global_sliding_window(9, 0, 3, causal=True), masks.sliding_window(9, 3)),
         (masks.random_eviction(9, evict_from=torch.full((1, 1, 9), 9)), masks.causal(9)),
     ]
@@ -395,11 +435,16 @@ def test_families_agree_where_one_is_a_case_of_another():
         assert torch.equal(one.to_dense(), two.to_dense())
 
 
+def blocks_of_first_tokens(lengths) -> FlashMask:
+    batched = isinstance(lengths[0], list) or getattr(lengths, "ndim", 1) == 2
+    return masks.blocks(lengths, [[(0, 2)] for _ in lengths] if batched else [(0, 2)])
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8])
 def test_lengths_may_be_integer_tensors(dtype):
     rows = [[3, 2, 1], [2, 2]]
     padded = torch.tensor([[3, 2, 1], [2, 2, 0]], dtype=dtype)
-    for build in (masks.causal_document, masks.document, masks.causal_blockwise):
+    for build in (masks.causal_document, masks.document, masks.causal_blockwise, blocks_of_first_tokens):
         assert torch.equal(build(padded).indices, build(rows).indices)
         assert torch.equal(build(padded[0]).indices, build(rows[0]).indices)
     assert torch.equal(masks.padding(padded[0]).indices, masks.padding([3, 2, 1]).indices)
@@ -412,11 +457,12 @@ def test_lengths_may_be_integer_tensors(dtype):
         masks.causal_document,
         masks.document,
         masks.causal_blockwise,
+        lambda lengths: masks.blocks(lengths, []),
         masks.padding,
         masks.from_cu_seqlens,
         lambda lengths: masks.prefix_lm_causal(5, lengths),
     ],
-    ids=["causal_document", "document", "causal_blockwise", "padding", "from_cu_seqlens", "prefix_lm_causal"],
+    ids=["causal_document", "document", "causal_blockwise", "blocks", "padding", "from_cu_seqlens", "prefix_lm_causal"],
 )
 def test_masks_of_lengths_live_where_the_lengths_do(build, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "tolist", lambda lengths: [0, 3] if build is masks.from_cu_seqlens else [3])

@@ -306,6 +306,14 @@ def _lengths(kv_len: int, parts: int) -> list[int]:
     return [b - a for a, b in zip([0, *cuts], [*cuts, kv_len], strict=True)]
 
 
+def _spans(lengths: list[int]) -> list[tuple[int, int]]:
+    """Return two spans per document: its first third, and its last token."""
+    ends = [sum(lengths[: k + 1]) for k in range(len(lengths))]
+    starts = [end - length for end, length in zip(ends, lengths, strict=True)]
+    spans = [[(a, a + (b - a) // 3), (b - 1, b)] for a, b in zip(starts, ends, strict=True)]
+    return [(a, b) for pair in spans for a, b in pair if a < b]
+
+
 def _answers(kv_len: int) -> list[tuple[int, list[int]]]:
     """Return two questions, one with two answers and one with three, that fill kv_len tokens."""
     first = kv_len // 3
@@ -337,6 +345,7 @@ FAMILIES: dict[str, Callable[[int, int], FlashMask]] = {
     "sliding_window": lambda n, m: masks.sliding_window(n, max(1, n // 4), q_len=m),
     "causal_document": lambda n, m: masks.causal_document(_lengths(n, 4), q_len=m),
     "document": lambda n, m: masks.document(_lengths(n, 4), q_len=m),
+    "blocks": lambda n, m: masks.blocks(_lengths(n, 3), _spans(_lengths(n, 3)), q_len=m),
     "share_question": lambda n, m: masks.share_question(_answers(n), q_len=m) if n > 1 else masks.tree([1]),
     "global_sliding_window": lambda n, m: masks.global_sliding_window(n, max(1, n // 16), max(1, n // 5), q_len=m),
     "causal_blockwise": lambda n, m: masks.causal_blockwise(_lengths(n, 4), q_len=m),
