@@ -10,8 +10,6 @@ from torch import Tensor
 
 from flashmask_hf.torch_internals import device_assert
 
-__all__ = ["as_integer", "as_length", "check_between", "check_bool", "check_range", "check_tensor"]
-
 _MAX_LENGTH = 2**31 - 1
 """Most query rows or keys of a mask: the largest int32."""
 

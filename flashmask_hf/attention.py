@@ -13,8 +13,6 @@ from flashmask_hf._numbers import check_range
 from flashmask_hf.kernels.eager.reference import reference_attention
 from flashmask_hf.mask import FlashMask
 
-__all__ = ["flashmask_attention"]
-
 
 @overload
 def flashmask_attention(

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
-__all__ = ["subtree_ends"]
-
 
 def subtree_ends(lengths: Iterable[int], parents: Sequence[int]) -> list[int]:
     """Return the position after the last token of each node's subtree.

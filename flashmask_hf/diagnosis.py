@@ -20,8 +20,6 @@ from flashmask_hf.attention import flashmask_attention
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import FLASHMASK, NAMES
 
-__all__ = ["diagnose"]
-
 _WIDTH = 100
 """Columns of the printed text."""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

@@ -8,19 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = [
-    "Runs",
-    "causal_starts",
-    "count_rows_before",
-    "find_hidden_runs",
-    "hidden_intervals",
-    "hide_keys",
-    "outer_rows",
-    "pack_runs",
-    "unite_intervals",
-    "without_causal_flag",
-]
-
 
 class Runs(NamedTuple):
     """First and last maximal run of hidden rows in each key column, and the number of runs."""

@@ -25,8 +25,6 @@ from flashmask_hf.torch_internals import is_one_of
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["FlashMask", "MaskNotRepresentable", "check_fit", "check_mask", "check_pair"]
-
 _COLUMNS_PER_PASS = 1024
 """Dense columns that `FlashMask.from_columns` reads at a time."""
 

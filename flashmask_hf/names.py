@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["FLASHMASK", "HASH", "IGNORED", "NAMES", "PACKED_IDS", "PACKED_INDEX", "PACKED_POSITIONS", "QK", "VECTORS"]
-
 FLASHMASK = "flashmask"
 """The `attn_implementation` of exact attention under a FlashMask."""
 

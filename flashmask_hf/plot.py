@@ -12,8 +12,6 @@ from flashmask_hf.tiles import HIDDEN, PARTIAL, VISIBLE
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["plot_tiles", "readable_tile"]
-
 _COLORS = {VISIBLE: "#3f6b8f", PARTIAL: "#a9c3d6", HIDDEN: "#f1efea"}
 _NAMES = {VISIBLE: "visible", PARTIAL: "partial", HIDDEN: "hidden"}
 _EDGE_COLOR, _INK = "#c0603d", "#4a4a4a"

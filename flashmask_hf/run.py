@@ -23,8 +23,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["run_program"]
-
 
 def run_program(argv: Sequence[str]) -> int:
     """Run a program in this process, and return its exit code.

@@ -23,19 +23,6 @@ from torch import Tensor
 
 from flashmask_hf.tiles import HIDDEN, PARTIAL, VISIBLE, classify_tiles
 
-__all__ = [
-    "COLUMNS",
-    "MAX_COLUMN_TILES",
-    "PARTIAL_SEGMENTS",
-    "ROWS",
-    "VISIBLE_SEGMENTS",
-    "Plan",
-    "build_plan",
-    "empty_plan",
-    "plan_columns",
-    "plan_shapes",
-]
-
 ROWS = 128
 """Query rows of a plan tile."""
 COLUMNS = 128

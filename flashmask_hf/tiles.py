@@ -9,8 +9,6 @@ from torch import Tensor
 
 from flashmask_hf.intervals import causal_starts, hidden_intervals
 
-__all__ = ["HIDDEN", "PARTIAL", "VISIBLE", "classify_tiles"]
-
 HIDDEN, PARTIAL, VISIBLE = 0, 1, 2
 """Class of a tile: skipped, masked element by element, or computed without mask code."""
 

@@ -13,26 +13,6 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad, profiler
 
-__all__ = [
-    "HAS_TRITON",
-    "call_state",
-    "current_gpu",
-    "current_stream",
-    "device_assert",
-    "device_guard",
-    "has_tangents",
-    "is_capturing",
-    "is_intercepted",
-    "is_known_true",
-    "is_one_of",
-    "is_plain",
-    "is_split_by_torch",
-    "no_autocast",
-    "runs_kernels",
-    "stream_of",
-    "wants_gradients",
-]
-
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton, too, reads it when kernels are defined
 

@@ -18,16 +18,6 @@ from datasets import Dataset, DatasetDict, concatenate_datasets, load_dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-__all__ = [
-    "build_model",
-    "copied_words_reward",
-    "load",
-    "passages",
-    "preferences",
-    "question_answers",
-    "rankings",
-]
-
 ANSWER_CHARACTERS = (80, 1600)
 """Range of the random length at which an answer of `question_answers` ends, after the paragraph that reaches it."""
 

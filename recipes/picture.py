@@ -11,8 +11,6 @@ from torch import Tensor
 from flashmask_hf import FlashMask
 from flashmask_hf.names import VECTORS
 
-__all__ = ["draw", "draw_group", "latest_row", "write"]
-
 
 def write(folder: object, what: str, draw: Callable[[Path], None]) -> None:
     """Draw picture.png in a folder, and print what it shows, or that matplotlib is missing."""

@@ -11,8 +11,6 @@ from torch import Tensor
 from flashmask_hf._numbers import check_bool, check_tensor
 from flashmask_hf.mask import FlashMask, check_fit, check_pair
 
-__all__ = ["Arguments", "Inputs", "check_arguments", "check_tensors"]
-
 _LEAST, _MOST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max * math.log(2) / 2
 """Bounds of a factor that kernels hold in float32, as it is and doubled in units of log2."""
 

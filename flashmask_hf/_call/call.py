@@ -30,8 +30,6 @@ from flashmask_hf.kernels.launch.tensor_layout import layout_of
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.tile_plan import Plan
 
-__all__ = ["Call", "Keeper", "Results", "current_keeper", "resolve", "resolve_operator"]
-
 logger = logging.getLogger(__name__)
 
 _FEW_ROWS = 64

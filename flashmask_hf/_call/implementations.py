@@ -21,8 +21,6 @@ from flashmask_hf.kernels.launch.tensor_layout import Layout
 if TYPE_CHECKING:  # Triton may be missing
     from flashmask_hf.kernels.shared.row_statistics import OutputLayout
 
-__all__ = ["MAX_HEAD_DIM", "REGISTRY", "Choice", "Implementation", "Request", "choose"]
-
 MAX_HEAD_DIM = 256
 """Largest head dim of queries and of values in the Triton kernels."""
 

@@ -9,8 +9,6 @@ from typing import Any, NamedTuple, get_type_hints
 
 import torch
 
-__all__ = ["Derivative", "Recorded", "no_derivatives", "no_second_derivatives", "operator"]
-
 
 class Derivative(NamedTuple):
     """Derivative of an operator."""

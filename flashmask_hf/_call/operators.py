@@ -21,16 +21,6 @@ from flashmask_hf.kernels.launch.tensor_layout import results_like
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.tile_plan import Plan, empty_plan
 
-__all__ = [
-    "attend",
-    "flash_attn_backward",
-    "flash_attn_decode",
-    "flash_attn_forward",
-    "gradients_like",
-    "make_plan",
-    "plan_of",
-]
-
 
 @operator(lambda indices, causal, q_len: tuple(empty_plan(indices, q_len)))
 def make_plan(indices: Tensor, causal: bool, q_len: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from flashmask_hf.collators.columns import as_token_ids
 
-__all__ = ["first_equals", "read_answers"]
-
 
 def read_answers(
     example: Mapping[str, Any], forms: Sequence[Sequence[str]], name: str

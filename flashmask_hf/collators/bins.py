@@ -8,8 +8,6 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["best_fit_decreasing"]
-
 
 def best_fit_decreasing(lengths: Sequence[int] | NDArray[np.int64], capacity: int) -> list[list[int]]:
     """Assign items to bins, longest first, each to the fullest bin that has room for it. The result is deterministic.

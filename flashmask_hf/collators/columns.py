@@ -11,8 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["all_have", "as_integers", "as_number", "as_numbers", "as_token_ids", "check_lengths", "example_names"]
-
 _MAX_INT64 = np.iinfo(np.int64).max
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
 

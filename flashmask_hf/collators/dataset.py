@@ -22,8 +22,6 @@ from flashmask_hf.collators.labels import LABEL_COLUMNS, has_labels, read_labels
 from flashmask_hf.collators.packing import as_count, check_size, check_truncation_mode
 from flashmask_hf.names import IGNORED
 
-__all__ = ["first_row", "pack_dataset", "packing_efficiency", "refuse_transform", "unformatted", "warn_of_weights"]
-
 logger = logging.getLogger(__name__)
 
 _VERSION = 2

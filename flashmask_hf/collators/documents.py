@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 
 from flashmask_hf.collators.columns import as_integers, as_token_ids, check_lengths
 
-__all__ = ["is_packed", "padded", "pieces", "read_documents", "unread_documents"]
-
 
 def is_packed(values: Any) -> bool:
     """Return whether a column has the form that `pack_dataset` writes: documents, then an empty list."""

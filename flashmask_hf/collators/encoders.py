@@ -15,8 +15,6 @@ from flashmask_hf.collators.forest import Forest
 from flashmask_hf.collators.packing import RowPacker
 from flashmask_hf.names import IGNORED, VECTORS
 
-__all__ = ["DataCollatorForPackedEncoders"]
-
 _FILLERS = {"labels": IGNORED, "token_type_ids": 0}
 
 

@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from flashmask_hf.collators.columns import as_integers, check_lengths
 from flashmask_hf.depth_first import subtree_ends
 
-__all__ = ["Forest", "lay_out"]
-
 TokenIds: TypeAlias = Sequence[int] | NDArray[np.int64]
 """Token ids of one segment, [n]."""
 

@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 
 from flashmask_hf.names import IGNORED
 
-__all__ = ["LABEL_COLUMNS", "MASK_COLUMNS", "has_labels", "read_labels"]
-
 MASK_COLUMNS = ("completion_mask", "assistant_masks")
 """Columns that select the tokens to learn if there are no `labels`."""
 

@@ -18,8 +18,6 @@ from flashmask_hf.collators.labels import LABEL_COLUMNS, has_labels, read_labels
 from flashmask_hf.collators.packing import PackedRows, PackingCollator, check_truncation_mode
 from flashmask_hf.names import IGNORED
 
-__all__ = ["DataCollatorForPackedLanguageModeling"]
-
 
 @dataclass
 class DataCollatorForPackedLanguageModeling(PackingCollator):

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from flashmask_hf.names import IGNORED
 
-__all__ = ["tree_loss"]
-
 
 def tree_loss(
     logits: Tensor,

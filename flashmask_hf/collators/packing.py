@@ -17,17 +17,6 @@ from flashmask_hf.collators.bins import best_fit_decreasing
 from flashmask_hf.collators.forest import Forest, lay_out
 from flashmask_hf.names import PACKED_IDS, PACKED_INDEX, PACKED_POSITIONS, VECTORS
 
-__all__ = [
-    "PackedRows",
-    "PackingCollator",
-    "RowPacker",
-    "as_count",
-    "check_size",
-    "check_truncation_mode",
-    "pack_forests",
-]
-
-
 logger = logging.getLogger(__name__)
 
 

@@ -17,8 +17,6 @@ from flashmask_hf.collators.columns import all_have, as_number, example_names
 from flashmask_hf.collators.forest import Forest
 from flashmask_hf.collators.packing import PackingCollator, as_count, check_truncation_mode
 
-__all__ = ["DataCollatorForSharedQuestion"]
-
 _FORMS = (("prompt_ids", "chosen_ids", "rejected_ids"), ("prompt_ids", "answers_ids"))
 
 

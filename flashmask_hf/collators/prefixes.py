@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 
 from flashmask_hf.collators.forest import Forest
 
-__all__ = ["Leaf", "share_prefixes", "share_prompts"]
-
 Leaf = tuple[int, int]
 """Index of a forest, and of the segment in it where a sequence ends: `forests[f].path(s)` locates its tokens."""
 

@@ -19,8 +19,6 @@ from flashmask_hf.collators.columns import all_have, as_number, as_numbers, exam
 from flashmask_hf.collators.forest import Forest
 from flashmask_hf.collators.packing import PackingCollator
 
-__all__ = ["Comparison", "DataCollatorForMultiAnswerReward", "answer_scores", "shared_prefix", "two_margins"]
-
 _FORMS = (("prompt_ids", "answers_ids"), ("chosen_ids", "rejected_ids"))
 
 PADDING = -100.0

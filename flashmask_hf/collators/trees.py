@@ -19,8 +19,6 @@ from flashmask_hf.collators.labels import MASK_COLUMNS
 from flashmask_hf.collators.packing import PackedRows, RowPacker
 from flashmask_hf.names import IGNORED
 
-__all__ = ["DataCollatorForTrees"]
-
 
 @dataclass
 class DataCollatorForTrees(RowPacker):

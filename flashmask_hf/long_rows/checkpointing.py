@@ -18,15 +18,6 @@ from flashmask_hf._call.operators import flash_attn_forward
 from flashmask_hf.long_rows.store import Saved, current_layer
 from flashmask_hf.sparse.operators import flash_attn_sparse_forward
 
-__all__ = [
-    "CHECKPOINT_FUNCTION",
-    "KeptAttention",
-    "checkpointing_of",
-    "enable_checkpointing",
-    "keep_attention",
-    "unwrap_checkpoint_functions",
-]
-
 CHECKPOINT_FUNCTION = "_gradient_checkpointing_func"
 """Attribute of a transformers module for the function that checkpoints its layers or itself."""
 

@@ -6,8 +6,6 @@ import itertools
 
 from torch import nn
 
-__all__ = ["common_module"]
-
 
 def common_module(model: nn.Module, names: list[str]) -> nn.Module:
     """Return the innermost module with a forward that is or contains all named modules, or the model."""

@@ -17,8 +17,6 @@ from flashmask_hf.long_rows.checkpointing import CHECKPOINT_FUNCTION, unwrap_che
 from flashmask_hf.long_rows.modules import common_module
 from flashmask_hf.long_rows.store import Store
 
-__all__ = ["Offload", "offload_checkpoints"]
-
 
 def offload_checkpoints(model: nn.Module, host_bytes: int | None = None, *, min_bytes: int = 2**20) -> Offload:
     """Keep the checkpoints of a model's layers in pinned host memory between forward and backward, in place.

@@ -24,8 +24,6 @@ from flashmask_hf.kernels.launch.tensor_layout import layout_of
 if TYPE_CHECKING:
     Event = torch.cuda.Event | torch.Event
 
-__all__ = ["Layer", "Saved", "Store", "current_layer"]
-
 BLOCK_BYTES = 16 * 2**20
 """Size of a block, a power of two."""
 

@@ -18,8 +18,6 @@ from flashmask_hf._numbers import as_integer
 from flashmask_hf.long_rows.modules import common_module
 from flashmask_hf.torch_internals import is_plain
 
-__all__ = ["tile_tokens"]
-
 _PROJECTIONS = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
 """Children of a gated MLP: three projections, or two where gate and up are one, as in Phi-3."""
 

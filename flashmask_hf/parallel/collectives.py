@@ -15,8 +15,6 @@ from torch import Tensor
 if TYPE_CHECKING:  # some builds of torch lack it
     from torch.distributed import ProcessGroup
 
-__all__ = ["Group", "all_gather", "all_to_all", "group_of"]
-
 _operators = torch.ops._c10d_functional
 
 

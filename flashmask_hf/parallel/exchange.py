@@ -14,8 +14,6 @@ from torch import Tensor
 from flashmask_hf.parallel.collectives import all_gather, all_to_all
 from flashmask_hf.parallel.split import RowSplit
 
-__all__ = ["exchange_of", "gather_keys", "heads_to_rows", "own_heads", "rows_to_heads", "spread_kv_heads"]
-
 
 def exchange_of(
     heads: int, kv_heads: int, size: int, wanted: Literal["heads", "keys"] | None = None

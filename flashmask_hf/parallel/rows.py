@@ -14,8 +14,6 @@ from flashmask_hf.parallel.exchange import exchange_of
 from flashmask_hf.tile_plan import ROWS, plan_columns
 from flashmask_hf.tiles import HIDDEN, classify_tiles
 
-__all__ = ["contiguous_rows", "deal_rows", "split_rows"]
-
 _BLOCKS = 1024
 """Approximate number of blocks to deal; the host needs a millisecond."""
 

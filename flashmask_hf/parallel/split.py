@@ -20,8 +20,6 @@ from flashmask_hf.torch_internals import device_assert
 if TYPE_CHECKING:  # some builds of torch lack it
     from torch.distributed import ProcessGroup
 
-__all__ = ["RowSplit", "active_split", "make_split", "refuse_rope_by_length", "run_split", "sequence_parallel"]
-
 _SHARDED = ("input_ids", "position_ids", "labels", "shift_labels", "path_weights")
 """Batch keys with tokens in the last axis."""
 

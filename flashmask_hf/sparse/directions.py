@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from flashmask_hf._call.library import operator
 
-__all__ = ["lsh_directions"]
-
 _drawn: dict[tuple[Any, ...], Tensor] = {}
 """Directions on the CPU, pinned for GPUs. They are never dropped, because CUDA graphs copy from their memory."""
 

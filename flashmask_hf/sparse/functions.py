@@ -21,8 +21,6 @@ from flashmask_hf.sparse.operators import (
     sort_sparse,
 )
 
-__all__ = ["hash_sparse_attention", "lsh_buckets", "qk_sparse_attention"]
-
 
 def qk_sparse_attention(
     q: Tensor,

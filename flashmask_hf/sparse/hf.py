@@ -31,8 +31,6 @@ from flashmask_hf.sparse import hash_sparse_attention, qk_sparse_attention
 from flashmask_hf.sparse.directions import lsh_directions
 from flashmask_hf.sparse.operators import nearest
 
-__all__ = ["hash_attention_forward", "qk_attention_forward", "warn_of_unread_options"]
-
 
 def hash_attention_forward(
     module: nn.Module,

@@ -22,14 +22,6 @@ from flashmask_hf.masks.sorted import sorted_columns
 from flashmask_hf.sparse.reorder import gather_rows, gather_upstream, put_rows_back, with_sequence_outermost
 from flashmask_hf.tile_plan import Plan
 
-__all__ = [
-    "flash_attn_sparse_backward",
-    "flash_attn_sparse_decode",
-    "flash_attn_sparse_forward",
-    "nearest",
-    "sort_sparse",
-]
-
 _COUNTED = 256
 """Buckets up to which counting sorts faster than comparing."""
 

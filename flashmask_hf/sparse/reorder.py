@@ -7,8 +7,6 @@ from torch import Tensor
 
 from flashmask_hf import torch_internals
 
-__all__ = ["gather_rows", "gather_upstream", "put_rows_back", "with_sequence_outermost"]
-
 
 def gather_rows(x: Tensor, order: Tensor, kept: Tensor | None) -> Tensor:
     """Return the rows of x in another order: y [B, H, S, D], contiguous, with y[b, h, i] = x[b, h, order[b, h, i]].

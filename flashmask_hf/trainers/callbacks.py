@@ -12,8 +12,6 @@ from flashmask_hf.long_rows.checkpointing import KeptAttention, checkpointing_of
 from flashmask_hf.names import FLASHMASK, NAMES
 from flashmask_hf.trainers.step_memory import available_gpu_bytes
 
-__all__ = ["KeepAttention", "add_callbacks"]
-
 logger = get_logger(__name__)
 
 MEASURED_STEPS = 2

@@ -25,8 +25,6 @@ from flashmask_hf.parallel.rows import split_rows
 from flashmask_hf.parallel.split import make_split, refuse_rope_by_length, run_split
 from flashmask_hf.tile_plan import ROWS
 
-__all__ = ["ContextParallelMixin", "check_context_parallel", "context_parallel_size", "pad_for_parts"]
-
 _SETTING = "cp_size > 1 (parallelism_config)"
 
 

@@ -11,18 +11,6 @@ from datasets import Dataset
 
 from flashmask_hf.collators.dataset import first_row
 
-__all__ = [
-    "check_examples",
-    "check_prepared",
-    "check_rows",
-    "first_rows",
-    "map_options",
-    "map_style_datasets",
-    "report_dropped",
-    "text_datasets",
-    "without_media",
-]
-
 logger = get_logger(__name__)
 
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")

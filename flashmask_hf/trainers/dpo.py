@@ -25,8 +25,6 @@ from flashmask_hf.trainers.loading import flashmask_policy, run_packed_models
 from flashmask_hf.trainers.metrics import log_sharing
 from flashmask_hf.trainers.resume import ResumeMixin
 
-__all__ = ["SharedQuestionDPOConfig", "SharedQuestionDPOTrainer"]
-
 _SMOOTHED_LOSSES = ("robust", "exo_pair", "aot", "aot_unpaired")
 """Loss types of TRL 1.16 that read `label_smoothing`."""
 

@@ -15,8 +15,6 @@ from accelerate.utils import broadcast_object_list, send_to_device
 from datasets import IterableDataset
 from datasets.distributed import split_dataset_by_node
 
-__all__ = ["EvenBatchesMixin"]
-
 
 class EvenBatchesMixin:
     """Mixin of a trainer that takes the same number of batches on every rank.

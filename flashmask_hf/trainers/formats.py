@@ -8,8 +8,6 @@ from typing import Any
 
 from trl.data_utils import extract_prompt
 
-__all__ = ["CONTEXTS", "answer_sequences", "preference_columns", "refuse_other_keys", "refuse_unread_context"]
-
 _OTHER_NAMES = ("question", "instruction", "query", "input")
 """Unread names of a prompt's column."""
 

@@ -11,8 +11,6 @@ from trl.trainer.rloo_trainer import RLOOTrainer
 
 from flashmask_hf.trainers.shared_prompts import SharedPrompts, SharedPromptsOptions
 
-__all__ = ["SharedPromptGRPOConfig", "SharedPromptGRPOTrainer", "SharedPromptRLOOConfig", "SharedPromptRLOOTrainer"]
-
 
 @dataclass
 class SharedPromptGRPOConfig(SharedPromptsOptions, GRPOConfig):

@@ -12,8 +12,6 @@ from flashmask_hf.hf.models import unwrap_peft
 from flashmask_hf.hf.packed.rows import run_packed
 from flashmask_hf.names import FLASHMASK
 
-__all__ = ["correct_gathers", "flashmask_policy", "run_packed_models"]
-
 
 @contextlib.contextmanager
 def flashmask_policy(

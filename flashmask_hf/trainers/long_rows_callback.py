@@ -20,8 +20,6 @@ from flashmask_hf.trainers.callbacks import KeepAttention
 from flashmask_hf.trainers.sft import PackedSFTTrainer
 from flashmask_hf.trainers.step_memory import StepMemory, available_gpu_bytes, available_host_bytes, gib
 
-__all__ = ["LongRows"]
-
 MEASURED_TOKENS = (16_384, 32_768)
 """Tokens of the two measured rows, several tiles each."""
 

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from flashmask_hf.mask import FlashMask
 
-__all__ = ["log_sharing", "log_sparsity"]
-
 
 def log_sharing(trainer: Any, mode: str, indices: Tensor, sequences: Tensor) -> None:
     """Add `shared_tokens_saved`, over all ranks, and `mask_sparsity` to a TRL trainer's metrics.

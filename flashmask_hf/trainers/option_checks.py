@@ -10,14 +10,6 @@ from trl.trainer.utils import get_config_model_id
 
 from flashmask_hf.trainers.context_parallel import context_parallel_size
 
-__all__ = [
-    "checked_collator",
-    "prepared_arguments",
-    "refuse_adapters",
-    "refuse_liger_losses",
-    "refuse_options",
-]
-
 
 def prepared_arguments(args: Any, model: Any, peft_config: Any, stock: type, ours: type) -> Any:
     """Return the checked arguments of a trainer of packed rows, without dispatched batches of streams.

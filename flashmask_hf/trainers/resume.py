@@ -6,8 +6,6 @@ from typing import Any
 
 import torch.utils.data
 
-__all__ = ["ResumeMixin"]
-
 _KEY = "flashmask_hf"
 """Our entry among the states of callbacks in trainer_state.json."""
 

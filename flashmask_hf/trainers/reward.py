@@ -34,8 +34,6 @@ from flashmask_hf.trainers.resume import ResumeMixin
 from flashmask_hf.trainers.reward_data import check_margins, prepare_rows
 from flashmask_hf.trainers.reward_losses import LOSSES, pair_mean
 
-__all__ = ["MultiAnswerRewardConfig", "MultiAnswerRewardTrainer"]
-
 logger = get_logger(__name__)
 
 

@@ -17,8 +17,6 @@ from flashmask_hf.collators.reward import answer_scores, shared_prefix, two_marg
 from flashmask_hf.trainers.data_checks import map_options, report_dropped, without_media
 from flashmask_hf.trainers.formats import answer_sequences
 
-__all__ = ["check_margins", "prepare_rows"]
-
 
 def prepare_rows(
     dataset: Dataset | IterableDataset, tokenizer: Any, args: RewardConfig, name: str, score_margin: float

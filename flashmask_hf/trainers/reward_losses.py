@@ -7,8 +7,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-__all__ = ["LOSSES", "pair_mean", "pairwise_loss", "plackett_luce_loss"]
-
 
 def pairwise_loss(rewards: Tensor, beats: Tensor) -> Tensor:
     """Return the mean of -log sigmoid(r_i - r_j) over the pairs of each question in which answer i beats answer j.

@@ -29,8 +29,6 @@ from flashmask_hf.trainers.option_checks import checked_collator, prepared_argum
 from flashmask_hf.trainers.resume import ResumeMixin
 from flashmask_hf.trainers.sft_data import check_columns, check_completions, packing_report
 
-__all__ = ["PackedSFTTrainer"]
-
 _COMPUTES = ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics")
 """Arguments of the trainer that take logits or losses."""
 

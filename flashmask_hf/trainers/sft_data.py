@@ -12,8 +12,6 @@ from flashmask_hf.collators.labels import MASK_COLUMNS
 from flashmask_hf.trainers.context_parallel import context_parallel_size
 from flashmask_hf.trainers.formats import CONTEXTS, refuse_other_keys, refuse_unread_context
 
-__all__ = ["check_columns", "check_completions", "packing_report"]
-
 _TURNS = {"messages": ("role", "content"), "conversations": ("from", "value")}
 """Columns of conversations that TRL reads, and the keys of their messages."""
 

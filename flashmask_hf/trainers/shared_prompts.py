@@ -30,8 +30,6 @@ from flashmask_hf.trainers.loading import flashmask_policy, run_packed_models
 from flashmask_hf.trainers.metrics import log_sharing
 from flashmask_hf.trainers.option_checks import prepared_arguments, refuse_liger_losses
 
-__all__ = ["SharedPrompts", "SharedPromptsOptions", "group_prompts", "pack_sequences"]
-
 logger = logging.getLogger(__name__)
 
 _SHARES = ("prompts", "tokens")

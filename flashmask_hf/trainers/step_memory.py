@@ -10,8 +10,6 @@ from pathlib import Path
 import psutil
 import torch
 
-__all__ = ["StepMemory", "available_gpu_bytes", "available_host_bytes", "gib"]
-
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 """Limit of a container's memory in bytes, or "max" (cgroup v2); psutil does not know it."""
 

@@ -8,8 +8,6 @@ from torch import Tensor
 from flashmask_hf._call.arguments import Arguments
 from flashmask_hf.mask import FlashMask
 
-__all__ = ["reference_attention"]
-
 
 def reference_attention(
     q: Tensor,

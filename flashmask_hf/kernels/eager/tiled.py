@@ -27,8 +27,6 @@ from flashmask_hf.mask import FlashMask
 from flashmask_hf.tile_plan import ROWS, Plan, plan_columns
 from flashmask_hf.torch_internals import no_autocast
 
-__all__ = ["backward", "decode", "forward", "row_delta"]
-
 _WIDENED = 2**21  # elements of k that decoding widens at a time
 _KEYS_PER_STEP = 512  # the scores of a step stay in a CPU's cache
 

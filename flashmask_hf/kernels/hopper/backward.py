@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashmask_hf.kernels.hopper.backward_kernel import Form, backward_kernel, scale_dq_kernel
+from flashmask_hf.kernels.hopper.backward_kernel import backward_kernel, scale_dq_kernel
+from flashmask_hf.kernels.hopper.backward_roles import Form
 from flashmask_hf.kernels.hopper.descriptors import describable_layout, row_template, tile_template
 from flashmask_hf.kernels.hopper.dq_order import may_walk_upwards, prepare_dq_order
 from flashmask_hf.kernels.hopper.head_dims import Widths, contracted, widths_of
@@ -21,8 +22,6 @@ from flashmask_hf.kernels.shared.plan_kernels import count_key_tiles
 from flashmask_hf.kernels.shared.row_statistics import Delta, Gradients, OutputLayout, prepare_delta
 from flashmask_hf.kernels.shared.work_order import prepare_work_order
 from flashmask_hf.tile_plan import COLUMNS, ROWS, Plan, plan_columns
-
-__all__ = ["prepare_backward"]
 
 
 class Tiles(NamedTuple):

@@ -49,7 +49,6 @@ import triton
 import triton.language as tl
 
 from flashmask_hf.kernels.hopper.backward_roles import (
-    Form,
     Scalars,
     Slot,
     Tensors,
@@ -76,8 +75,6 @@ from flashmask_hf.kernels.hopper.gluon import (
     warpgroup_mma_wait,
 )
 from flashmask_hf.kernels.hopper.pipeline import free_phase, full_phase, issue_dots, make_barriers, piece_count, publish
-
-__all__ = ["Form", "backward_kernel", "scale_dq_kernel"]
 
 
 class Shared(NamedTuple):

@@ -37,26 +37,6 @@ from flashmask_hf.kernels.shared.bounds import end_bound, other_end_bound, other
 from flashmask_hf.kernels.shared.device import LOG2_E
 from flashmask_hf.tile_plan import PARTIAL_SEGMENTS, VISIBLE_SEGMENTS
 
-__all__ = [
-    "Form",
-    "NamedBarrier",
-    "Scalars",
-    "Slot",
-    "Tensors",
-    "accumulate_dq",
-    "await_cleared_rows",
-    "await_rows",
-    "downcast",
-    "produce",
-    "read_row_slot",
-    "release_dout",
-    "release_rows",
-    "softmax_weights",
-    "stage_gradient",
-    "store_gradients",
-    "upcast",
-]
-
 _VISIBLE_SEGMENTS = gl.constexpr(VISIBLE_SEGMENTS)
 _SEGMENTS = gl.constexpr(VISIBLE_SEGMENTS + PARTIAL_SEGMENTS)
 

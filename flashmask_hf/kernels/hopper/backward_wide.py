@@ -49,8 +49,6 @@ from flashmask_hf.kernels.hopper.gluon import (
 )
 from flashmask_hf.kernels.hopper.pipeline import free_phase, full_phase, issue_dots, piece_count, publish
 
-__all__ = ["accumulate_dk", "accumulate_dv"]
-
 
 @gluon.constexpr_function
 def _low(pieces):

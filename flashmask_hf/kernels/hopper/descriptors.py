@@ -11,8 +11,6 @@ from flashmask_hf.kernels.hopper.gluon import TensorDescriptor, gl
 from flashmask_hf.kernels.launch.descriptors import fits_descriptor, template
 from flashmask_hf.kernels.launch.tensor_layout import Layout, layout_like, packed_layout
 
-__all__ = ["describable_layout", "row_template", "tile_template"]
-
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 

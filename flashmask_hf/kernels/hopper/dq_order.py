@@ -35,8 +35,6 @@ from flashmask_hf.kernels.launch.tensor_layout import packed_layout
 from flashmask_hf.kernels.shared.plan_kernels import count_key_tiles, prepare_segments
 from flashmask_hf.tile_plan import COLUMNS, PARTIAL_SEGMENTS, ROWS, VISIBLE_SEGMENTS, plan_columns
 
-__all__ = ["DqOrder", "may_walk_upwards", "prepare_dq_order"]
-
 _BAND_ROWS = 512
 """Rows per band where many key tiles have near leads."""
 _FIRST_BAND_ROWS = tl.constexpr(128)

@@ -21,8 +21,6 @@ from flashmask_hf.kernels.shared.plan_kernels import JOINED_ROWS, join_rows
 from flashmask_hf.tile_plan import COLUMNS, Plan, plan_columns
 from flashmask_hf.torch_internals import current_stream, is_capturing
 
-__all__ = ["Config", "prepare_forward", "unsupported_reason"]
-
 
 class Config(NamedTuple):
     """Tiles and registers of the kernel."""

@@ -68,8 +68,6 @@ from flashmask_hf.kernels.hopper.pipeline import (
 from flashmask_hf.kernels.shared.bounds import end_bound, other_end_bound, other_start_bound
 from flashmask_hf.kernels.shared.device import LN_2, LOG2_E, LOWEST, softcap_tanh
 
-__all__ = ["forward_kernel"]
-
 _RESCALE_THRESHOLD = gl.constexpr(8.0)
 """Scores, in units of log2, may exceed the offset of their exponentials by this much before it follows the maximum."""
 

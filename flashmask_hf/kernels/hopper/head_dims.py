@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["SMALLEST", "Widths", "contracted", "unsupported_head_dims", "widths_of"]
-
 _STEP = 8
 """Strides of a tensor descriptor are multiples of 16 bytes."""
 SMALLEST = 32

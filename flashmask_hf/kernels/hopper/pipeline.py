@@ -4,19 +4,6 @@ from __future__ import annotations
 
 from flashmask_hf.kernels.hopper.gluon import fence_async_shared, gl, gluon, group_barrier, mbarrier, warpgroup_mma
 
-__all__ = [
-    "NEVER",
-    "free_phase",
-    "full_phase",
-    "issue_dots",
-    "make_barriers",
-    "piece_count",
-    "publish",
-    "read_slot",
-    "write_slot",
-    "write_slots",
-]
-
 NEVER = gl.constexpr(2147483647)
 """End of an interval without an end."""
 

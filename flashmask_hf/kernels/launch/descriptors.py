@@ -14,8 +14,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flashmask_hf.kernels.launch.tensor_layout import Layout, layout_of
 
-__all__ = ["describable", "fits_descriptor", "loads_by_descriptor", "template", "tile_templates"]
-
 
 def fits_descriptor(x: Layout) -> bool:
     """Return whether tensors of layout `x` can have a tensor descriptor."""

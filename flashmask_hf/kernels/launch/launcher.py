@@ -17,8 +17,6 @@ from triton import knobs
 
 from flashmask_hf import torch_internals
 
-__all__ = ["Launch"]
-
 
 def _observed() -> bool:
     """Return whether Triton has launch hooks, as profilers set them."""

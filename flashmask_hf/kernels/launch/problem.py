@@ -11,8 +11,6 @@ from flashmask_hf._call.arguments import Arguments
 from flashmask_hf.kernels.launch.tensor_layout import Layout, layout_of
 from flashmask_hf.tile_plan import plan_shapes
 
-__all__ = ["Problem", "problem_of"]
-
 _LOG2_E = 1.4426950408889634
 
 

@@ -9,8 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Layout", "layout_like", "layout_of", "packed_layout", "results_like"]
-
 
 class Layout(NamedTuple):
     """Shape, strides, dtype and device of a tensor, and whether its memory is aligned to 16 bytes.

@@ -53,8 +53,6 @@ from flashmask_hf.kernels.shared.row_statistics import (
 from flashmask_hf.kernels.shared.work_order import prepare_work_order
 from flashmask_hf.tile_plan import PARTIAL_SEGMENTS, ROWS, VISIBLE_SEGMENTS, Plan, plan_columns
 
-__all__ = ["prepare_backward"]
-
 
 class _KeyTile(NamedTuple):
     """Key tile of a program of `_backward_keys`."""

@@ -38,8 +38,6 @@ from flashmask_hf.kernels.shared.device import (
     load_intervals,
 )
 
-__all__ = ["prepare_decode"]
-
 _CLASSIFIED = 2048  # keys that a program classifies at a time
 
 

@@ -43,8 +43,6 @@ from flashmask_hf.kernels.shared.device import (
 from flashmask_hf.kernels.shared.padding import padded_indices_of, prepare_padding
 from flashmask_hf.tile_plan import ROWS, Plan, plan_columns
 
-__all__ = ["attend", "prepare_forward"]
-
 
 @triton.jit
 def attend(

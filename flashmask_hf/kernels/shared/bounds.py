@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import triton
 
-__all__ = ["end_bound", "other_end_bound", "other_start_bound"]
-
 
 @triton.constexpr_function
 def end_bound(n, causal):

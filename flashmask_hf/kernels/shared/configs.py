@@ -12,17 +12,6 @@ import triton
 from flashmask_hf.kernels.launch.problem import Problem
 from flashmask_hf.kernels.shared.device import block_of
 
-__all__ = [
-    "Config",
-    "decode_config",
-    "decode_splits",
-    "forward_config",
-    "keys_config",
-    "multiprocessors",
-    "queries_config",
-    "usable_shared_memory",
-]
-
 
 class Config(NamedTuple):
     """Query rows and keys of a tile (powers of two that divide the plan's tiles), warps and pipeline stages."""

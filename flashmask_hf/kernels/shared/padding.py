@@ -17,8 +17,6 @@ from flashmask_hf.kernels.launch.launcher import Launch
 from flashmask_hf.kernels.launch.tensor_layout import packed_layout
 from flashmask_hf.tile_plan import COLUMNS
 
-__all__ = ["padded_indices_of", "prepare_padding"]
-
 _NEVER = tl.constexpr(2147483647)
 
 

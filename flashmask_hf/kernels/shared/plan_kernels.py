@@ -22,8 +22,6 @@ from flashmask_hf.kernels.launch.tensor_layout import packed_layout
 from flashmask_hf.kernels.shared.bounds import end_bound, other_end_bound, other_start_bound
 from flashmask_hf.tile_plan import COLUMNS, PARTIAL_SEGMENTS, ROWS, VISIBLE_SEGMENTS, Plan, empty_plan, plan_columns
 
-__all__ = ["JOINED_ROWS", "build_plan", "count_key_tiles", "join_rows", "prepare_segments"]
-
 JOINED_ROWS = 192
 """Query rows per tile of `join_rows`: one and a half row tiles of the plan."""
 

@@ -20,8 +20,6 @@ from flashmask_hf.kernels.launch.tensor_layout import Layout
 from flashmask_hf.kernels.shared.device import LOG2_E, HeadRows, block_of, load_tile, store_tile
 from flashmask_hf.tile_plan import ROWS
 
-__all__ = ["Delta", "Gradients", "OutputLayout", "prepare_delta", "prepare_statistics"]
-
 
 @triton.jit(do_not_specialize=["q_len", "padded_len", "n_tiles"])
 def _row_delta(

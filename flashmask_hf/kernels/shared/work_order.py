@@ -27,8 +27,6 @@ from flashmask_hf.kernels.launch.problem import Problem
 from flashmask_hf.kernels.launch.tensor_layout import packed_layout
 from flashmask_hf.tile_plan import PARTIAL_SEGMENTS, VISIBLE_SEGMENTS
 
-__all__ = ["prepare_work_order"]
-
 _SORTED_ITEMS = 8
 """Sorted work items per program, rounded up to whole heads."""
 _BITS = 16

@@ -15,8 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["gather_upstream", "move_rows"]
-
 _MOVED = 8192  # elements that a program moves
 
 

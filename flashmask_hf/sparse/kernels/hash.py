@@ -10,8 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["nearest"]
-
 _ROWS = 64  # rows of a program that finds the nearest directions
 _DIMS = 64  # dimensions of a product
 _DIRECTIONS = 64  # directions that are compared at a time

@@ -18,8 +18,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["sort_by_bucket", "sorted_columns"]
-
 _SORTED = 4096  # rows times buckets of a program that sorts
 _KEYS = 512  # keys of a program that computes indices
 

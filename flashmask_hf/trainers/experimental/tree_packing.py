@@ -18,8 +18,6 @@ from flashmask_hf.hf.packed.rows import check_layers
 from flashmask_hf.names import FLASHMASK, VECTORS
 from flashmask_hf.torch_internals import device_assert
 
-__all__ = ["run_tree_packing", "tree_vectors"]
-
 _PREFIX = "tree_"
 _LAYOUT = ("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k")
 _KEYWORDS = {*_LAYOUT, "tree_max_seqlen_q", "tree_max_seqlen_k"}
