@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.utils.checkpoint import get_device_states, set_device_states
+from torch.utils.checkpoint import _get_autocast_kwargs, get_device_states, set_device_states
 
 from flashmask_hf._numbers import as_integer
 from flashmask_hf.long_rows.modules import common_module
@@ -237,16 +237,7 @@ class _RunTiles(torch.autograd.Function):
         ctx.saved, ctx.wants_x, ctx.call = saved, wants_x, call
         ctx.weights, ctx.versions = weights, [weight._version for weight in weights]
         ctx.random = (torch.get_rng_state(), *get_device_states(x))
-        ctx.autocast = [
-            torch.autocast(
-                kind,
-                enabled=torch.is_autocast_enabled(kind),
-                dtype=torch.get_autocast_dtype(kind),
-                cache_enabled=torch.is_autocast_cache_enabled(),
-            )
-            for kind in {"cpu", x.device.type}
-            if torch.amp.is_autocast_available(kind)
-        ]
+        ctx.autocast = _get_autocast_kwargs(x.device.type)
         return _run_tiles(call, x)
 
     @staticmethod
@@ -257,15 +248,15 @@ class _RunTiles(torch.autograd.Function):
         _check_weights(ctx, list(slots))
         # Copies without history: hooks on weights see the gradient of the call, not of tiles.
         weights = [_leaf(weight) for weight in slots]
+        own, on_cpu = ctx.autocast  # None on a device without autocast
+        own_autocast = own and torch.autocast(x.device.type, **own)
         x_grad = torch.empty_like(x, memory_format=torch.contiguous_format) if ctx.wants_x else None
         x_parts = iter(_split(x_grad, call.tokens) if x_grad is not None else ())
         sums: list[Tensor | None] = [None] * len(weights)
         with _replace(list(slots.values()), weights), _random_state(x.device.type, *ctx.random):
             for tile, grad in zip(_split(x, call.tokens), _split(grads[0], call.tokens), strict=True):
                 tile = tile.detach().requires_grad_(ctx.wants_x)
-                with torch.enable_grad(), contextlib.ExitStack() as stack:
-                    for autocast in ctx.autocast:
-                        stack.enter_context(autocast)
+                with torch.enable_grad(), own_autocast or contextlib.nullcontext(), torch.autocast("cpu", **on_cpu):
                     y = call.forward(tile)
                 inputs = [tile, *weights] if ctx.wants_x else weights
                 # Merged adapters get no gradient.

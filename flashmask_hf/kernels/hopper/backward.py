@@ -10,10 +10,10 @@ from torch import Tensor
 
 from flashmask_hf.kernels.hopper.backward_kernel import backward_kernel, scale_dq_kernel
 from flashmask_hf.kernels.hopper.backward_roles import Form
-from flashmask_hf.kernels.hopper.descriptors import describable_layout, row_template, tile_template
+from flashmask_hf.kernels.hopper.descriptors import row_template, tile_template
 from flashmask_hf.kernels.hopper.dq_order import may_walk_upwards, prepare_dq_order
 from flashmask_hf.kernels.hopper.head_dims import Widths, contracted, widths_of
-from flashmask_hf.kernels.launch.descriptors import describable
+from flashmask_hf.kernels.launch.descriptors import describable, describable_layout
 from flashmask_hf.kernels.launch.launcher import Launch
 from flashmask_hf.kernels.launch.problem import Problem
 from flashmask_hf.kernels.launch.tensor_layout import Layout, layout_like, packed_layout

@@ -1,4 +1,4 @@
-"""Tensor descriptors of the Hopper kernels: layouts that fit, and templates for `launch.Launch`."""
+"""Tensor descriptors of the Hopper kernels: templates for `launch.Launch`."""
 
 from __future__ import annotations
 
@@ -8,18 +8,10 @@ import torch
 from torch import Tensor
 
 from flashmask_hf.kernels.hopper.gluon import TensorDescriptor, gl
-from flashmask_hf.kernels.launch.descriptors import fits_descriptor, template
-from flashmask_hf.kernels.launch.tensor_layout import Layout, layout_like, packed_layout
+from flashmask_hf.kernels.launch.descriptors import template
+from flashmask_hf.kernels.launch.tensor_layout import Layout
 
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
-
-
-def describable_layout(x: Layout) -> Layout:
-    """Return the layout that `launch.descriptors.describable` gives to tensors of layout `x`."""
-    if fits_descriptor(x):
-        return x
-    like = layout_like(x)
-    return like if fits_descriptor(like) else packed_layout(*x.shape, dtype=x.dtype, device=x.device)
 
 
 def tile_template(layout: Layout, *block: int) -> Any:

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashmask_hf.kernels.hopper.descriptors import describable_layout, row_template
+from flashmask_hf.kernels.hopper.descriptors import row_template
 from flashmask_hf.kernels.hopper.forward_kernel import Form, forward_kernel
 from flashmask_hf.kernels.hopper.head_dims import Widths, contracted, unsupported_head_dims, widths_of
-from flashmask_hf.kernels.launch.descriptors import describable
+from flashmask_hf.kernels.launch.descriptors import describable, describable_layout
 from flashmask_hf.kernels.launch.launcher import Launch
 from flashmask_hf.kernels.launch.problem import Problem
 from flashmask_hf.kernels.launch.tensor_layout import packed_layout

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from flashmask_hf.kernels.launch.tensor_layout import Layout, layout_of
+from flashmask_hf.kernels.launch.tensor_layout import Layout, layout_like, layout_of, packed_layout
 
 
 def fits_descriptor(x: Layout) -> bool:
@@ -30,14 +30,19 @@ def loads_by_descriptor(*layouts: Layout) -> bool:
     return all(map(fits_descriptor, layouts))
 
 
-def describable(x: Tensor) -> Tensor:
-    """Return `x`, or a copy that fits a tensor descriptor: like `torch.empty_like(x)` if possible, else contiguous."""
-    if fits_descriptor(layout_of(x)):
+def describable_layout(x: Layout) -> Layout:
+    """Return layout `x`, or one that fits a tensor descriptor: by `torch.empty_like` if possible, else contiguous."""
+    if fits_descriptor(x):
         return x
-    copy = torch.empty_like(x)
-    if not fits_descriptor(layout_of(copy)):
-        copy = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return copy.copy_(x)
+    like = layout_like(x)
+    return like if fits_descriptor(like) else packed_layout(*x.shape, dtype=x.dtype, device=x.device)
+
+
+def describable(x: Tensor) -> Tensor:
+    """Return `x`, or a copy in its `describable_layout`."""
+    given = layout_of(x)
+    layout = describable_layout(given)
+    return x if layout == given else layout.allocator()().copy_(x)
 
 
 def template(make: Callable[..., Any], layout: Layout, *block: int) -> Any:

@@ -44,15 +44,6 @@ _QUERIES = {
     128: (Config(128, 64, 8, 3), Config(128, 64, 8, 2), Config(64, 64, 4, 2), Config(64, 32, 4, 1)),
     256: (Config(64, 32, 4, 1), Config(32, 32, 4, 1)),
 }
-# For `_with_few_rows`. Key tiles stay the same, and so do a row's sums.
-_FORWARD_FEW_ROWS = {
-    64: (Config(64, 64, 4, 3),),
-    128: (Config(64, 128, 4, 3),),
-}
-_QUERIES_FEW_ROWS = {
-    64: (Config(64, 64, 4, 3),),
-    128: (Config(64, 64, 4, 3),),
-}
 # Decoding is bound by the bytes in flight on a multiprocessor with two programs. An H200 reads long caches at 0.95 of
 # the rate of SDPA without a mask (`recipes/benchmarks/attention.py decode`).
 _DECODE = {
@@ -70,7 +61,7 @@ def forward_config(problem: Problem) -> Config:
     block_d, block_v = _blocks(problem)
     q_len, n = problem.q.shape[2], problem.mask_shape[-1]
     config = _pick(
-        _with_few_rows(_FORWARD_FEW_ROWS, _FORWARD, problem),
+        _with_few_rows(_FORWARD, problem),
         problem,
         lambda c: c.rows * block_d + (c.stages - 1) * c.columns * 2 * n,
         lambda c: c.columns * (block_d + block_v),
@@ -90,7 +81,7 @@ def keys_config(problem: Problem) -> Config:
 def queries_config(problem: Problem) -> Config:
     """Return the tiles of the dQ kernel. Shared memory holds q, dout, and stages of k, v and the bounds."""
     both, n = sum(_blocks(problem)), problem.mask_shape[-1]
-    table = _with_few_rows(_QUERIES_FEW_ROWS, _QUERIES, problem)
+    table = _with_few_rows(_QUERIES, problem)
     return _pick(table, problem, lambda c: c.rows * both, lambda c: c.columns * (both + 2 * n))
 
 
@@ -124,14 +115,16 @@ def decode_splits(device: torch.device, programs: int, blocks: int) -> int:
     return max(1, min(2 * multiprocessors(device) // programs, (blocks + 1) // 2))
 
 
-def _with_few_rows(
-    few: dict[int, tuple[Config, ...]], usual: dict[int, tuple[Config, ...]], problem: Problem
-) -> dict[int, tuple[Config, ...]]:
-    """Put tiles of 64 rows first if tiles of 128 rows fill at most half of the GPU."""
+def _with_few_rows(table: dict[int, tuple[Config, ...]], problem: Problem) -> dict[int, tuple[Config, ...]]:
+    """Put tiles of 64 rows first if tiles of 128 rows fill at most half of the GPU.
+
+    Key tiles stay the same, and so do a row's sums. Tiles of the widest heads stay, too.
+    """
     batch, heads, q_len, _ = problem.q.shape
     if 2 * batch * heads * -(-q_len // 128) > multiprocessors(problem.q.device):
-        return usual
-    return {width: (*few.get(width, ()), *configs) for width, configs in usual.items()}
+        return table
+    few = {width: (configs[0]._replace(rows=64, warps=4), *configs) for width, configs in table.items() if width < 256}
+    return table | few
 
 
 def _blocks(problem: Problem) -> tuple[int, int]:
