@@ -55,7 +55,7 @@ ALLOWED = {"collators": {"collators", "names", "mask", "_numbers"}}
 
 IMPORTERS = {
     "transformers": {"hf", "trainers", "__init__", "diagnosis", "recipes"},
-    "trl": {"trainers", "recipes"},
+    "trl": {"collators", "trainers", "recipes"},
     "triton": {room for layer in LAYERS for room in layer if "kernels" in room} | {"diagnosis", "recipes"},
     "matplotlib": {"mask", "recipes"},
 }

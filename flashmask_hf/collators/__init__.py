@@ -24,16 +24,20 @@ from flashmask_hf.collators.loss import tree_loss
 from flashmask_hf.collators.packing import PackedRows, pack_forests
 from flashmask_hf.collators.preference import DataCollatorForSharedQuestion
 from flashmask_hf.collators.reward import DataCollatorForMultiAnswerReward
+from flashmask_hf.collators.rope_index import RopeIndex
 from flashmask_hf.collators.trees import DataCollatorForTrees
+from flashmask_hf.collators.vision import DataCollatorForPackedVisionLanguageModeling
 
 __all__ = [
     "DataCollatorForMultiAnswerReward",
     "DataCollatorForPackedEncoders",
     "DataCollatorForPackedLanguageModeling",
+    "DataCollatorForPackedVisionLanguageModeling",
     "DataCollatorForSharedQuestion",
     "DataCollatorForTrees",
     "Forest",
     "PackedRows",
+    "RopeIndex",
     "pack_dataset",
     "pack_forests",
     "packing_efficiency",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 from collections.abc import Sequence
 from functools import cache
@@ -361,9 +362,16 @@ def document(kind: str, images: Sequence[tuple[int, ...]], tail: int, first: int
         pixel keys of the family, float64 and int64.
     """
     processor = tiny_processor(kind)
-    videos = [size for size in images if len(size) == 3]
-    marks = ["<video>" * (size[0] * size[1] * size[2]) if len(size) == 3 else placeholder(kind) for size in images]
-    text, pictures = words(first) + words(1).join(marks), [picture(*size) for size in images if len(size) == 2]
+    videos, pictures = (
+        [size for size in images if len(size) == 3],
+        [picture(*size) for size in images if len(size) == 2],
+    )
+    frames = 0 if kind == "qwen2_5_vl" else 1  # Qwen3 has text between the frames of a video
+    marks = [
+        placeholder(kind) if len(size) == 2 else " w9 ".join(["<video>" * math.prod(size[frames:])] * size[0] ** frames)
+        for size in images
+    ]
+    text = words(first) + words(1).join(marks)
     if kind == "paligemma" and pictures:
         batch = processor(images=pictures, text=text, suffix=words(tail), return_tensors="pt", add_special_tokens=False)
     elif videos or kind == "paligemma":  # without torchvision the processors take no videos; PaliGemma's needs images

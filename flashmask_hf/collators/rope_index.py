@@ -1,0 +1,83 @@
+"""Positions of image and text tokens along the axes of models with multimodal rotary embeddings."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_BATCH_KEYS = {"second_per_grids": "video_second_per_grid"}
+"""Batch keys of arguments of `get_rope_index` that have another name."""
+
+
+class RopeIndex:
+    """Positions of a document's tokens along a model's axes (time, height, width), without the model's weights.
+
+    It calls the `get_rope_index` of the model's class on an instance that has only a config, so it equals the model's
+    and can be pickled into workers.
+
+    Args:
+        model_class: a class with `get_rope_index`, such as `Qwen3VLModel`.
+        config: its config.
+        attributes: numbers that its constructor would set, such as `spatial_merge_size` of `Qwen2_5Omni` models.
+
+    Raises:
+        TypeError: the class has no `get_rope_index`: its tokens have one position each.
+
+    Example:
+        >>> rope_index = RopeIndex.of(model)  # doctest: +SKIP
+        >>> collator = DataCollatorForPackedVisionLanguageModeling(processor, rope_index=rope_index)  # doctest: +SKIP
+    """
+
+    def __init__(self, model_class: type[nn.Module], config: Any, **attributes: Any):
+        if not hasattr(model_class, "get_rope_index"):
+            raise TypeError(
+                f"model_class must have get_rope_index, got {model_class.__name__}, whose tokens have one position "
+                "each. Leave rope_index out."
+            )
+        self._model = model_class.__new__(model_class)
+        nn.Module.__init__(self._model)
+        for name, value in {**attributes, "config": config}.items():
+            setattr(self._model, name, value)
+
+    @classmethod
+    def of(cls, model: nn.Module) -> RopeIndex:
+        """Return the positions of a model, which may be wrapped (PEFT, DDP, FSDP).
+
+        Raises:
+            TypeError: no submodel has `get_rope_index`.
+        """
+        found = next((part for part in model.modules() if hasattr(type(part), "get_rope_index")), model)
+        numbers = {name: x for name, x in vars(found).items() if isinstance(x, (int, float)) and name[0] != "_"}
+        return cls(type(found), getattr(found, "config", None), **numbers)
+
+    def __call__(self, document: Mapping[str, Tensor]) -> Tensor:
+        """Return the positions of a document alone, int64 [axes, 1, n].
+
+        Args:
+            document: the processor's output for one document: `input_ids`, `mm_token_type_ids`, int64 [1, n], and the
+                sizes of images and videos, such as `image_grid_thw`, int64 [images, 3].
+
+        Raises:
+            ValueError: the document has images, and lacks an input that the model needs; or a position is fractional.
+        """
+        input_ids = document["input_ids"]
+        given: dict[str, Any] = {"attention_mask": torch.ones_like(input_ids)}
+        for name, parameter in inspect.signature(self._model.get_rope_index).parameters.items():
+            value = document.get(_BATCH_KEYS.get(name, name))
+            if value is not None:
+                given[name] = value
+            elif name == "mm_token_type_ids" and not any(key.startswith("pixel_values") for key in document):
+                given[name] = torch.zeros_like(input_ids)
+            elif name == "mm_token_type_ids" or (parameter.default is parameter.empty and parameter.kind.value < 2):
+                raise ValueError(
+                    f"a document has images and no {name}, which {type(self._model).__name__} needs for positions. Use "
+                    "its own processor, and set return_mm_token_type_ids=True."
+                )
+        axes = self._model.get_rope_index(**given)[0]
+        if (axes != axes.long()).any():
+            raise ValueError("positions are fractional for video_second_per_grid; sample videos at an integer rate")
+        return axes.long()
