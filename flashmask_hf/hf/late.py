@@ -97,8 +97,8 @@ def _separated_mask(
 ) -> FlashMask:
     """Return the mask of the hook's columns, else of causality and window, with documents kept apart.
 
-    `cu_seq_lens_q` of several documents is read as in FlashAttention. Else a causal mask reads `position_ids` of all
-    keys, [B or 1, Skv]: engines of sequence parallelism gather positions, but drop masks.
+    `cu_seq_lens_q` of several documents, or of a tower's images, is read as in FlashAttention. Else a causal mask reads
+    `position_ids` of all keys, [B or 1, Skv]: engines of sequence parallelism gather positions, but drop masks.
     """
     batch, _, q_len, _ = query.shape
     kv_len, window, bounds = key.shape[2], kwargs.get("sliding_window"), kwargs.get("cu_seq_lens_q")
@@ -118,12 +118,7 @@ def _separated_mask(
     if marks is not None and marks.shape not in ((1, kv_len), (batch, kv_len)):
         marks = None
     by_bounds = bounds is not None and bounds.shape[0] > 2
-    if by_bounds and hooked is None:
-        raise NotImplementedError(
-            "cu_seq_lens_q of several sequences is not implemented for a layer without a mask; use "
-            "attn_implementation='sdpa' for this part of the model, for example {'vision_config': 'sdpa'}"
-        )
-    if by_bounds and not (batch == 1 and q_len == kv_len and causal):
+    if by_bounds and not (batch == 1 and q_len == kv_len and (causal or hooked is None)):
         raise NotImplementedError(
             f"cu_seq_lens_q of several documents is implemented for one causal row without a cache, got batch "
             f"{batch}, {q_len} queries and {kv_len} keys; flatten the batch into one row, or pass {VECTORS}"
@@ -134,8 +129,11 @@ def _separated_mask(
         columns = _default_columns(query, kv_len, causal, window) if hooked is None else hooked.detach()
         if marks is not None:
             real = None if hooked is None else columns[:, 0, 0] > 0
-            end = (of_bounds(marks, kv_len) if by_bounds else of_positions(marks, real)).end + (q_len - kv_len)
-            columns = torch.minimum(columns, end.clamp(min=0).to(torch.int32)[:, None, None])
+            found = of_bounds(marks, kv_len) if by_bounds else of_positions(marks, real)
+            end = (found.end + (q_len - kv_len)).clamp(min=0).to(torch.int32)
+            columns = torch.minimum(columns, end[:, None, None])
+            if not causal:
+                columns[:, :, 1] = found.start
         return FlashMask(columns.transpose(2, 3).contiguous(), causal)
 
     sources = tuple(x for x in (hooked, marks) if x is not None)

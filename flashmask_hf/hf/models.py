@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,7 +15,10 @@ from transformers import PreTrainedModel
 
 from flashmask_hf.hf.families import family_of, missing_kernels, source_of
 
-__all__ = ["ModelState", "is_compiled", "own_modules", "state_of", "unwrap_peft"]
+__all__ = ["TOWERS", "ModelState", "is_compiled", "own_modules", "state_of", "unwrap_peft"]
+
+TOWERS: set[type] = set()
+"""Config classes of the models with `has_segments` that were called."""
 
 
 def unwrap_peft(model: Any) -> Any:
@@ -43,6 +48,7 @@ class ModelState:
         first_position: first number of a document in its table of positions; None if it embeds no positions.
         is_bidirectional: whether an attention layer of it is bidirectional.
         has_axes: whether it takes positions of several axes.
+        has_segments: whether its layers attend within images, windows or clips, by boundaries that it makes itself.
         takes_packed_rows: whether `run_packed` was called on it.
         rewrites: functions of a trainer that return the arguments of its calls, changed.
         counts_layers: whether to count layers that receive the caller's mask.
@@ -62,9 +68,20 @@ class ModelState:
         self.first_position: Any = max(firsts, default=None)
         self.is_bidirectional = any(getattr(part, "is_causal", None) is False for _, part in parts)
         self.has_axes = "position_ids.shape[0] == 4" in source_of(type(model).forward)
+        segmented = [part for part in (model, *(part for _, part in parts)) if _has_segments(type(part))]
+        TOWERS.update(type(part.config) for part in segmented)
+        self.has_segments = bool(segmented)
         self.takes_packed_rows = self.counts_layers = self.is_counted = False
         self.has_answered = self.has_warned = False
         self.rewrites: tuple[Any, ...] = ()
+
+
+@cache
+def _has_segments(module_class: type) -> bool:
+    """Return whether the forward of a module's class hands its `cu_seqlens` to FlashAttention alone."""
+    code = getattr(inspect.unwrap(module_class.forward), "__code__", None)
+    names = () if code is None else (*code.co_names, *code.co_varnames)
+    return "cu_seqlens" in names and "is_flash_attention_requested" in names
 
 
 def _position_tables(module: nn.Module, path: str = "") -> Iterator[nn.Embedding]:

@@ -26,6 +26,7 @@ from flashmask_hf.hf.checks import run_checks
 from flashmask_hf.hf.documents import check_one_document, of_positions
 from flashmask_hf.hf.families import refuse_own_attention
 from flashmask_hf.hf.mask_hook import NUMBERS
+from flashmask_hf.hf.models import TOWERS
 from flashmask_hf.hf.rewrites import rewrite
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import FLASHMASK, HASH, NAMES, QK, VECTORS
@@ -77,7 +78,7 @@ def _wrap_function(
 
 
 def exclude_from_flash_attention(module: Any) -> None:
-    """Make `is_flash_attention_requested` answer False for exactly this package's names.
+    """Make `is_flash_attention_requested` answer False for this package's names, except in towers under "flashmask".
 
     Patched: `transformers.utils.generic.is_flash_attention_requested`, also in modules that imported it by name.
 
@@ -103,7 +104,7 @@ def _is_flash_attention(
     requested = requested_attention_implementation
     name = requested if config is None else config._attn_implementation
     if name in NAMES and (config is None or requested is None):
-        return False
+        return name == FLASHMASK and version is None and type(config) in TOWERS
     return original(config, requested, version)
 
 

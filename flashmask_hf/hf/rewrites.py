@@ -48,6 +48,20 @@ def _drop_from_tower(call: Call) -> dict[str, Any] | None:
     return {name: value for name, value in call.named.items() if name != VECTORS}
 
 
+@rule(
+    REWRITES,
+    "no document boundaries for towers that make their own",
+    "cu_seq_lens_q",
+    where=lambda call: call.state.has_segments,
+)
+def _drop_bounds(call: Call) -> dict[str, Any] | None:
+    """Return the arguments of a tower without FlashAttention's keywords for the text."""
+    if call.outer is None or call.tokens is not None:
+        return None
+    dropped = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+    return {name: value for name, value in call.named.items() if name not in dropped}
+
+
 @rule(REWRITES, "packed rows", PACKED_IDS)
 def _pack(call: Call) -> dict[str, Any] | None:
     """Return the arguments with the packed rows in place of the usual batch."""
