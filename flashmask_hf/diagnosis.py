@@ -15,7 +15,7 @@ from torch.utils import collect_env
 
 import flashmask_hf
 from flashmask_hf import masks, register, torch_internals
-from flashmask_hf._call.implementations import choose
+from flashmask_hf._call.implementations import Request, choose
 from flashmask_hf.attention import flashmask_attention
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import FLASHMASK, NAMES
@@ -108,7 +108,7 @@ def _print_implementations(device: torch.device) -> None:
     for dtype in _DTYPES:
         line = f"{_short(dtype):<14}"
         for n in _HEAD_DIMS:
-            choice = choose(device, dtype, n, n)
+            choice = choose(Request(device, dtype, n, n))
             reason = choice.reason.replace(f"head_dim {n} with values of {n} ", "this head_dim ")
             note = "" if choice.impl == "hopper" else notes.setdefault(reason, f"[{len(notes) + 1}]")
             line += f"{choice.impl or 'raises'} {note}".ljust(12)
@@ -133,7 +133,7 @@ def _run_self_test(device: torch.device) -> bool:
         except Exception as error:  # whatever a broken installation raises belongs in the report
             result, passed = f"{type(error).__name__}: {error}", False
         failed += not passed
-        impl = choose(device, dtype, 64, 64).impl
+        impl = choose(Request(device, dtype, 64, 64)).impl
         line = f"{impl}, {_short(dtype)}, {case}: {'ok' if passed else 'FAILED'}, {result}"
         print(textwrap.shorten(line, _WIDTH, placeholder=" ..."), flush=True)
     seconds = time.perf_counter() - start

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tools.support import INTERPRETED, check_random_call, offer_tall_tiles
 
-from flashmask_hf._call.implementations import choose
+from flashmask_hf._call.implementations import Request, choose
 
 # of torch, in a process whose first product is the reference's
 pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA context")
@@ -32,7 +32,7 @@ def test_interpreter(seed: int) -> None:
 def test_gpu(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Random calls of the portable kernels and, on a Hopper GPU, its own, which may take tall tiles for every mask."""
     impls = ["triton"]
-    if choose(torch.device("cuda"), torch.bfloat16, 64, 64).impl == "hopper":
+    if choose(Request(torch.device("cuda"), torch.bfloat16, 64, 64)).impl == "hopper":
         impls.append("hopper")
         offer_tall_tiles(monkeypatch, (0, 2, 5, 10)[seed % 4])
     check_random_call(seed, "cuda", impls, [torch.bfloat16, torch.float16], longest=1500)

@@ -26,7 +26,8 @@ from transformers.masking_utils import create_causal_mask
 
 import flashmask_hf
 from flashmask_hf import FlashMask, MaskNotRepresentable, masks
-from flashmask_hf._call.implementations import choose
+from flashmask_hf._call.arguments import Arguments
+from flashmask_hf._call.implementations import Request, choose
 
 LENGTH = 8
 VECTORS = masks.causal_document([3, 5]).indices
@@ -145,7 +146,7 @@ def attend(dim=8, dtype=torch.float32, mask=None, **given):
 
 
 def chosen(dim):
-    choice = choose(torch.device("cuda"), torch.bfloat16, dim, dim, "triton")
+    choice = choose(Request(torch.device("cuda"), torch.bfloat16, dim, dim, Arguments(impl="triton")))
     if choice.impl is None:
         raise ValueError(choice.reason)
 

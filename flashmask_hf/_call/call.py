@@ -24,7 +24,7 @@ from torch import Tensor
 
 from flashmask_hf import torch_internals
 from flashmask_hf._call.arguments import Arguments, Inputs, check_arguments
-from flashmask_hf._call.implementations import Implementation, Run, choose
+from flashmask_hf._call.implementations import Implementation, Request, Run, choose
 from flashmask_hf.kernels.launch.problem import Problem, problem_of
 from flashmask_hf.kernels.launch.tensor_layout import layout_of
 from flashmask_hf.mask import FlashMask
@@ -223,7 +223,7 @@ def _make(
     """Check the arguments of a call, resolve it, and keep it under `key`."""
     check_arguments(q, k, v, mask, sinks, given)
     cast_to = _autocast_dtype(q, k, v)
-    choice = choose(q.device, cast_to or q.dtype, q.shape[-1], v.shape[-1], given.impl, given)
+    choice = choose(Request(q.device, cast_to or q.dtype, q.shape[-1], v.shape[-1], given))
     if not choice.implementations:
         raise ValueError(choice.reason)
     if choice.impl != "reference" and torch_internals.has_tangents(q, k, v, sinks):

@@ -6,7 +6,7 @@ With impl=None a call takes the first of `REGISTRY` that serves it, and the next
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, partialmethod
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
@@ -24,9 +24,9 @@ if TYPE_CHECKING:  # Triton may be missing
 MAX_HEAD_DIM = 256
 """Largest head dim of queries and of values in the Triton kernels."""
 
-_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_NO_TRITON = "this process: Triton is not installed"
 
-_DEFAULTS = Arguments()
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 Run: TypeAlias = Callable[..., Any]
 """A prepared pass: a function of tensors."""
@@ -42,7 +42,7 @@ class Request(NamedTuple):
     """D of q and k."""
     v_head_dim: int
     """Dv of v."""
-    arguments: Arguments
+    arguments: Arguments = Arguments()
 
 
 class Implementation:
@@ -112,9 +112,6 @@ class Implementation:
 class _Kernels(Implementation):
     """Kernels in Triton's languages, for GPUs."""
 
-    def limit(self, request: Request) -> str | None:
-        return None if torch_internals.HAS_TRITON else "this process: Triton is not installed"
-
     def left_out(self, device: torch.device) -> str | None:
         if device.type != "cuda":
             return f"no GPU for impl='triton', the tensors are on {device.type}"
@@ -128,9 +125,8 @@ class Hopper(_Kernels):
     decodes = False
 
     def limit(self, request: Request) -> str | None:
-        obstacle = super().limit(request)
-        if obstacle is not None:
-            return obstacle
+        if not torch_internals.HAS_TRITON:
+            return _NO_TRITON
         from flashmask_hf.kernels.hopper import gluon
 
         obstacle = gluon.unavailable_reason()
@@ -150,11 +146,8 @@ class Hopper(_Kernels):
 
         return backward.prepare_backward(problem, dout, output, problem.arguments.deterministic, ordered)
 
-    def ordered_forward(self, problem: Problem) -> Run:
-        return self.forward(problem, ordered=True)
-
-    def ordered_backward(self, problem: Problem, dout: Layout, output: OutputLayout | None) -> Run:
-        return self.backward(problem, dout, output, ordered=True)
+    ordered_forward = partialmethod(forward, ordered=True)
+    ordered_backward = partialmethod(backward, ordered=True)
 
 
 class Triton(_Kernels):
@@ -163,9 +156,8 @@ class Triton(_Kernels):
     name = "triton"
 
     def limit(self, request: Request) -> str | None:
-        obstacle = super().limit(request)
-        if obstacle is not None:
-            return obstacle
+        if not torch_internals.HAS_TRITON:
+            return _NO_TRITON
         if not torch_internals.runs_kernels(request.device):
             return f"tensors on {request.device.type} (it needs a GPU)"
         if request.dtype not in _KERNEL_DTYPES:
@@ -239,16 +231,9 @@ class Choice(NamedTuple):
         return self.implementations[0].name if self.implementations else None
 
 
-def choose(
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    v_head_dim: int,
-    impl: str | None = None,
-    arguments: Arguments = _DEFAULTS,
-) -> Choice:
-    """Choose the implementations that serve a `Request`; a named one is never replaced."""
-    request = Request(device, dtype, head_dim, v_head_dim, arguments)
+def choose(request: Request) -> Choice:
+    """Choose the implementations that serve a request; one that `impl` names is never replaced."""
+    device, impl = request.device, request.arguments.impl
     if impl is None:
         candidates = [one for one in REGISTRY if one.left_out(device) is None]
     else:

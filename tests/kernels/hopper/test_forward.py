@@ -19,7 +19,7 @@ from tools.cubin import HOPPER, compile_only
 from flashmask_hf import FlashMask, flashmask_attention, masks, tile_plan, torch_internals
 from flashmask_hf._call import call
 from flashmask_hf._call.arguments import Arguments
-from flashmask_hf._call.implementations import choose
+from flashmask_hf._call.implementations import Request, choose
 from flashmask_hf.kernels.eager.reference import reference_attention
 from flashmask_hf.kernels.hopper import gluon
 from flashmask_hf.sparse.reorder import put_rows_back
@@ -304,32 +304,32 @@ def test_a_gpu_of_amd_is_not_taken_for_a_hopper(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("capability", [(8, 0), (10, 0), (12, 0)])
 def test_other_architectures_are_served_by_the_portable_kernels(monkeypatch, capability) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    choice = choose(CUDA, torch.bfloat16, 128, 128)
+    choice = choose(Request(CUDA, torch.bfloat16, 128, 128))
     assert choice.impl == "triton"
     assert "it needs a Hopper GPU" in choice.reason
-    named = choose(CUDA, torch.bfloat16, 128, 128, "hopper")
+    named = choose(Request(CUDA, torch.bfloat16, 128, 128, Arguments(impl="hopper")))
     assert named.impl is None
     assert "impl='triton' can, more slowly" in named.reason
 
 
 def test_choice_on_a_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert choose(CUDA, torch.bfloat16, 128, 128).impl == "hopper"
-    assert choose(CUDA, torch.bfloat16, 128, 128, "triton").impl == "triton"
-    assert choose(CUDA, torch.bfloat16, 256, 256).impl == "hopper"
-    narrow = choose(CUDA, torch.bfloat16, 16, 16)
+    assert choose(Request(CUDA, torch.bfloat16, 128, 128)).impl == "hopper"
+    assert choose(Request(CUDA, torch.bfloat16, 128, 128, Arguments(impl="triton"))).impl == "triton"
+    assert choose(Request(CUDA, torch.bfloat16, 256, 256)).impl == "hopper"
+    narrow = choose(Request(CUDA, torch.bfloat16, 16, 16))
     assert narrow.impl == "triton"
     assert "impl='hopper' cannot serve head_dim 16" in narrow.reason
-    assert "hopper" not in choose(CUDA, torch.bfloat16, 128, 128, "triton").reason
+    assert "hopper" not in choose(Request(CUDA, torch.bfloat16, 128, 128, Arguments(impl="triton"))).reason
     for dims in ((512, 64), (64, 512)):
-        assert "impl='triton' cannot serve head_dim 512" in choose(CUDA, torch.bfloat16, *dims).reason
+        assert "impl='triton' cannot serve head_dim 512" in choose(Request(CUDA, torch.bfloat16, *dims)).reason
 
 
 @pytest.mark.parametrize("impl", ["hopper", "triton"])
 def test_a_named_implementation_without_triton_is_not_replaced(monkeypatch: pytest.MonkeyPatch, impl: str) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch_internals, "HAS_TRITON", False)
-    choice = choose(CUDA, torch.bfloat16, 128, 128, impl)
+    choice = choose(Request(CUDA, torch.bfloat16, 128, 128, Arguments(impl=impl)))
     assert choice.impl is None
     assert f"impl='{impl}' cannot serve this process: Triton is not installed" in choice.reason
 
@@ -337,7 +337,7 @@ def test_a_named_implementation_without_triton_is_not_replaced(monkeypatch: pyte
 def test_a_triton_whose_gluon_cannot_be_used_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(gluon, "unavailable_reason", lambda: "no Gluon")
-    choice = choose(CUDA, torch.bfloat16, 128, 128)
+    choice = choose(Request(CUDA, torch.bfloat16, 128, 128))
     assert choice.impl == "triton"
     assert "impl='hopper' cannot serve this process: no Gluon" in choice.reason
 
