@@ -83,8 +83,8 @@ def check_one_document(positions: Tensor, mask: Tensor | None, q_offset: int | T
     starts = document_starts(positions, real) | (zeros if real is None else real & zeros)
     device_assert(
         ~(starts & follows).any(),
-        "position_ids start again at 0 in one row, but documents are not kept apart in a static cache, "
-        "part of a row, or, with chunked attention, beside a cache or 2D mask; pass whole rows and use_cache=False",
+        "position_ids start again at 0 in one row, but documents are not kept apart in a static cache or part of a "
+        "row; pass whole rows and use_cache=False",
     )
 
 

@@ -35,7 +35,7 @@ from flashmask_hf.parallel.split import active_split
 __all__ = ["NUMBERS", "mask_hook"]
 
 NUMBERS = torch.int32
-"""The dtype of a 2D mask that holds the number of each token's document, from 1 on, negative for padding."""
+"""The dtype of a 2D mask that holds the number of each token's document, from 1 on; of padding negative, at first 0."""
 
 
 def mask_hook(
@@ -52,8 +52,8 @@ def mask_hook(
 ) -> Tensor:
     """Return the columns of the mask that a model asks for, with the arguments of `sdpa_mask` in transformers.
 
-    Traced are causal, bidirectional, sliding window, chunked, packed documents, blocks that see themselves whole
-    (images), their `and_masks` and `or_masks`, and equivalent functions of a caller, with a 2D padding mask on top.
+    Traced are causal, bidirectional, sliding window, chunked, blocks that see themselves whole (images), their
+    `and_masks` and `or_masks`, and equivalent functions of a caller, with a 2D padding mask on top.
     That takes nothing of size Sq x Skv and does not wait for the device, also under `torch.compile`. Any other function
     is evaluated on all pairs, in memory linear in Sq, and waits for the device; a compiler refuses it.
 
@@ -78,7 +78,7 @@ def mask_hook(
         MaskNotRepresentable: a key is hidden from more than two intervals of queries.
         ValueError: the model has a sliding window of less than one token.
         NotImplementedError: the model has attention code of its own; or the function cannot be traced while compiling.
-        RuntimeError: tokens of one block or positions within a document are not contiguous (device-side checks).
+        RuntimeError: tokens of one block are not contiguous (a device-side check).
     """
     config = kwargs.get("config")
     implementation = getattr(config, "_attn_implementation", None) or FLASHMASK
@@ -88,16 +88,19 @@ def mask_hook(
         check_window(kwargs["local_size"])
     same_tokens = q_length == kv_length and not isinstance(q_offset, Tensor) and q_offset == kv_offset == 0
     key_positions = torch.arange(kv_length, device=device) + kv_offset
-    context = TraceContext(batch_size, key_positions, same_tokens, is_custom=bool(kwargs.get("use_vmap")))
-    visible = trace(mask_function, context)
-    span = None if visible is None else visible.span()
     call, documents = call_of(config, q_length), None
-    if attention_mask is not None and attention_mask.dtype == NUMBERS:
-        documents, attention_mask = of_numbers(attention_mask.abs()), attention_mask > 0
-    if call is not None and call.get("encoder_hidden_states") is not None and (span is None or span[0] != 0):
-        call = None  # keys of an encoder
     if call is not None and active_split(q_length, call.indices) is not None:
         call = None  # shards of rows, whose layers exchange the others
+    if attention_mask is not None and attention_mask.dtype == NUMBERS:
+        documents, attention_mask = of_numbers(attention_mask.abs()), attention_mask > 0
+    elif call is not None and call.indices is None and same_tokens:
+        documents = call.documents
+    documents = None if documents is None else documents.to(key_positions.device)
+    context = TraceContext(batch_size, key_positions, documents)
+    visible = trace(mask_function, context)
+    span = None if visible is None else visible.span()
+    if call is not None and call.get("encoder_hidden_states") is not None and (span is None or span[0] != 0):
+        call = documents = None  # keys of an encoder
     is_row = same_tokens and batch_size == 1 and visible is not None and visible.starts_at_key()
     if call is not None and call.indices is not None:
         rows = None
@@ -107,16 +110,12 @@ def mask_hook(
             return rows
         call = None  # left to the layers
     elif call is not None and call.bounds is not None and not is_row:
-        call = None  # left to the layers, which refuse what they cannot do
-    elif call is not None and (call.bounds is not None or getattr(config, "attention_chunk_size", None) is None):
-        if same_tokens:
-            documents = call.documents
-        elif call.positions is not None:
-            check_one_document(call.positions, attention_mask, q_offset)
-            record_documents()
+        call = documents = None  # left to the layers, which refuse what they cannot do
+    elif call is not None and not same_tokens and call.positions is not None:
+        check_one_document(call.positions, attention_mask, q_offset)
+        record_documents()
     if documents is not None:
         record_documents()
-        documents = documents.to(key_positions.device)
         if visible is None:
             numbers = documents.numbers().expand(batch_size, -1)
             mask_function = and_masks(mask_function, packed_sequence_mask_function(numbers))
@@ -129,7 +128,8 @@ def mask_hook(
                 f"while compiling; use attn_implementation='sdpa' for this model, or pass {VECTORS} and "
                 "attention_mask=None if the model allows it"
             )
-        columns = _evaluate(mask_function, context, q_length, q_offset, implementation)
+        is_custom = bool(kwargs.get("use_vmap"))  # a function of the caller's own
+        columns = _evaluate(mask_function, context, q_length, q_offset, is_custom, implementation)
     else:
         ends_together = not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length
         columns = _columns_of(visible, kv_length, q_length, q_offset, ends_together)
@@ -193,6 +193,7 @@ def _evaluate(
     context: TraceContext,
     q_length: int,
     q_offset: int | Tensor,
+    is_custom: bool,
     implementation: str,
 ) -> Tensor:
     """Evaluate any function on all pairs, in slices of columns; return its columns [B, 4, Skv]."""
@@ -201,7 +202,7 @@ def _evaluate(
     query = torch.arange(q_length, device=keys.device) + q_offset
 
     def visible(first: int, last: int) -> Tensor:
-        if context.is_custom:
+        if is_custom:
             with TransformGetItemToIndex():  # vmap does not index by its own scalars otherwise
                 pairs = _vmap_expansion_sdpa(mask_function)(batch, head, query, keys[first:last])
         else:

@@ -1,8 +1,8 @@
 """Symbolic tracing of a `mask_function` of transformers into intervals of queries per key.
 
 The function is called once with symbols in place of the indices of batch entry, head, query and key. An order or a
-distance of query and key, a chunk that both are in, an equal value in a table, and conjunctions and unions of these are
-intervals of rows. Any other operation on a symbol makes the function untraceable.
+distance of query and key, a chunk or a block that both are in, and conjunctions and unions of these are intervals of
+rows. Any other operation on a symbol makes the function untraceable.
 
 For a causal window of 4 tokens:
 
@@ -11,12 +11,12 @@ For a causal window of 4 tokens:
 
     q, k            _Number          symbols of the positions of queries and keys
     q - 4           _Number          the same with shift -4
-    k > q - 4       _Number >= 1     k - q + 4, compared with an integer, gives Rows(hi=4)
+    k > q - 4       Rows(hi=4)       of the difference k - q + 4
     k <= q          Rows(lo=0)
     ... & ...       Rows(lo=0, hi=4)
 
-The hook clamps the rows to 0..S and writes them as mask indices: LTS = min(k + 4, S). A table lookup `ids[b, q]` gives
-a `_Number` with a table, `ids[b, q] == ids[b, k]` an `_Ids`, and `k // 8 == q // 8` the rows of a chunk.
+The hook clamps the rows to 0..S and writes them as mask indices: LTS = min(k + 4, S). `k // 8 == q // 8` gives the rows
+of a chunk, which counts from the first token of its document. A table lookup `ids[b, q]` gives the `_Block` of a token.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from flashmask_hf.hf.documents import UNBOUNDED, run_bounds
+from flashmask_hf.hf.documents import UNBOUNDED, Documents, run_bounds
 from flashmask_hf.torch_internals import device_assert
 
 __all__ = ["Rows", "TraceContext", "trace"]
@@ -39,48 +39,38 @@ def trace(mask_function: Callable[..., Any], context: TraceContext) -> Rows | No
     """Return the queries that a function lets see each key, or None if it cannot be traced.
 
     Raises:
-        RuntimeError: tables that the function looks into do not fit into intervals (a device-side check).
+        RuntimeError: tokens of one block are not contiguous (a device-side check).
     """
-    batch, head, query, key = (_Number(context, of) for of in "bhqk")
+    symbols = _Batch(context), _Symbol(context), _Number(context, query=1), _Number(context, key=1)
     try:
         with _TableLookups():
-            visible = mask_function(batch, head, query, key).rows()
+            visible = mask_function(*symbols).rows()
     except Exception:  # the function expects tensors, so symbols may fail in any way
         return None
-    if visible.positions is not None:
-        return None
-    for condition, message in context.assertions:
-        device_assert(condition, message)
+    for holds in context.contiguous:
+        device_assert(
+            holds,
+            "tokens of one block (equal block_sequence_ids) are not next to each other, which the mask's columns "
+            "cannot hold; use attn_implementation='sdpa' for this model",
+        )
     return visible
 
 
 @dataclass(eq=False)
 class TraceContext:
-    """State of one trace: the keys, and the assertions on tables.
+    """State of one trace: the keys and their documents, and what must hold for blocks.
 
     Attributes:
         batch_size: number of batch entries, B.
         key_positions: int64 [Skv].
-        same_tokens: whether queries and keys are the same tokens.
-        is_custom: whether the function is a caller's own, for which transformers asks for vmap.
-        assertions: bool [] and the message where it is False.
+        documents: documents of the keys, whose first token chunks count from, or None.
+        contiguous: bool [], whether tokens of each block are contiguous.
     """
 
     batch_size: int
     key_positions: Tensor
-    same_tokens: bool
-    is_custom: bool
-    assertions: list[tuple[Tensor, str]] = field(default_factory=list)
-
-    @property
-    def has_documents(self) -> bool:
-        """Whether tables hold documents, or positions in documents."""
-        return self.same_tokens and not self.is_custom
-
-    def require(self, condition: Tensor, violation: str) -> None:
-        """Assert on the device that `condition` holds throughout, once the trace has succeeded."""
-        message = f"{violation}, which the mask's columns cannot hold; use attn_implementation='sdpa' for this model"
-        self.assertions.append((condition.all(), message))
+    documents: Documents | None = None
+    contiguous: list[Tensor] = field(default_factory=list)
 
 
 class _Untraceable(Exception):
@@ -88,16 +78,14 @@ class _Untraceable(Exception):
 
 
 class _TableLookups(TorchFunctionMode):
-    """Mode in which symbols index tensors."""
+    """Mode in which symbols index tensors: `origins[b]` [B] and `ids[b, q]` [B, S]."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__getitem__:
             table, index = args
-            if isinstance(index, _Number):
-                return index.look_up(table, "b")
-            if isinstance(index, tuple) and len(index) == 2 and isinstance(index[1], _Number):
-                index[0].look_up(table, "b")
-                return index[1].look_up(table, "qk")
+            batch, *place = index if isinstance(index, tuple) else (index,)
+            if isinstance(batch, _Batch):
+                return batch.look_up(table, *place)
         return func(*args, **(kwargs or {}))
 
 
@@ -138,28 +126,35 @@ class _Nothing(_Symbol):
         return other
 
 
+class _Batch(_Symbol):
+    """The index of a batch entry."""
+
+    def look_up(self, table: Tensor, place: Any = None) -> _Origin | _Block:
+        """Return the value of a table at this index, and at a query or key."""
+        if table.shape[0] != self.context.batch_size or table.dtype not in (torch.int64, torch.int32):
+            raise _Untraceable
+        if place is None:
+            return _Origin(self.context, table)
+        if place.shift != 0 or place.origin is not None:
+            raise _Untraceable
+        return _Block(self.context, place.side(), table)
+
+
+@dataclass(eq=False)
+class _Origin(_Symbol):
+    """The first position of each batch entry, int [B]."""
+
+    positions: Tensor
+
+
 @dataclass(eq=False)
 class _Number(_Symbol):
-    """An index, its value in a table, or a distance, plus `shift`, less `origin`, divided by `size`.
+    """`query` times a query's position, plus `key` times a key's, plus `shift`, less `origin`, int [B]."""
 
-    A table with which the function calculates is assumed to hold positions in documents, which grow by one;
-    `Rows` asserts it.
-
-    Attributes:
-        context: the trace's.
-        of: "b" for the batch entry's index, "h" for the head's, "q" for the query's, "k" for the key's, "q-k" or "k-q"
-            for a distance of query and key.
-        table: int [B], of the batch entry, or [B, S]; or None for the index itself.
-        shift: number that is added.
-        origin: int [B], or None.
-        size: length of the chunks in which positions are counted; 0 for the positions themselves.
-    """
-
-    of: str
-    table: Tensor | None = None
+    query: int = 0
+    key: int = 0
     shift: int = 0
     origin: Tensor | None = None
-    size: int = 0
 
     def new_ones(self, *_: Any, **__: Any) -> Rows:
         return Rows(self.context)
@@ -167,87 +162,52 @@ class _Number(_Symbol):
     def new_zeros(self, *_: Any, **__: Any) -> _Nothing:
         return _Nothing(self.context)
 
-    def look_up(self, table: Tensor, of: str) -> _Number:
-        """Return the value of a table at this index, which must be one that `of` names."""
-        is_index = self.of in of and self.table is None and not self.size and self.origin is None and self.shift == 0
-        if not is_index or table.shape[0] != self.context.batch_size or table.dtype not in (torch.int64, torch.int32):
+    def side(self) -> str:
+        """Return whether it is of a query or a key, "q" or "k"; anything else is untraceable."""
+        if {self.query, self.key} != {0, 1}:
             raise _Untraceable
-        return _Number(self.context, self.of, table)
+        return "q" if self.query else "k"
 
     def __add__(self, other: Any) -> _Number:
-        self.require_place()
-        return _Number(self.context, self.of, self.table, self.shift + _integer(other), self.origin)
+        return _Number(self.context, self.query, self.key, self.shift + _integer(other), self.origin)
 
     def __sub__(self, other: Any) -> _Number:
-        """Return the number less an integer, an origin, or its counterpart, from which an origin of both cancels."""
+        """Return the number less an integer, an origin, or a number, from which an origin of both cancels."""
+        if isinstance(other, _Origin) and self.origin is None:
+            return _Number(self.context, self.query, self.key, self.shift, other.positions)
         if not isinstance(other, _Number):
             return self + -_integer(other)
-        self.require_place()
-        if other.of == "b" and other.table is not None and self.of in "qk" and self.origin is None:
-            return _Number(self.context, self.of, self.table, self.shift, other.table)
-        self.require_counterpart(other)
-        return _Number(self.context, f"{self.of}-{other.of}", self.table, self.shift - other.shift)
+        if other.origin is not self.origin:
+            raise _Untraceable
+        return _Number(self.context, self.query - other.query, self.key - other.key, self.shift - other.shift)
 
     def __neg__(self) -> _Number:
-        if "-" not in self.of:
-            raise _Untraceable
-        return _Number(self.context, self.of[::-1], self.table, -self.shift)
+        return _Number(self.context) - self
 
     def __abs__(self) -> _Magnitude:
         return _Magnitude(self.context, self)
 
-    def __floordiv__(self, size: Any) -> _Number:
-        self.require_place()
-        if self.of not in "qk" or _integer(size) <= 0:
-            raise _Untraceable
-        return _Number(self.context, self.of, self.table, self.shift, self.origin, size)
+    def __floordiv__(self, size: Any) -> _Chunk:
+        return _Chunk(self.context, self, _integer(size))
 
-    def __ge__(self, other: Any) -> Any:
-        if isinstance(other, _Number):
-            return self - other >= 0
-        least = _integer(other) - self.shift
-        if self.of == "q-k":
-            return Rows(self.context, lo=least, positions=self.table)
-        if self.of == "k-q":
-            return Rows(self.context, hi=1 - least, positions=self.table)
-        if least != 0 or self.of not in "qk" or self.origin is not None or self.size or self.shift != 0:
+    def __ge__(self, other: Any) -> Rows:
+        left = self - other
+        if left.origin is None and left.query == -left.key == 1:
+            return Rows(self.context, lo=-left.shift)
+        if left.origin is None and left.key == -left.query == 1:
+            return Rows(self.context, hi=left.shift + 1)
+        if left.origin is not None or left.shift != 0 or not left.side():
             raise _Untraceable
-        return Rows(self.context) if self.table is None else _Ids(self.context, self.table, "numbered")
+        return Rows(self.context)  # no position is less than 0
 
-    def __gt__(self, other: Any) -> Any:
+    def __gt__(self, other: Any) -> Rows:
         return self >= other + 1
 
-    def __le__(self, other: Any) -> Any:
-        return other - self >= 0 if isinstance(other, _Number) else -self >= -_integer(other)
+    def __le__(self, other: Any) -> Rows:
+        return -(self - other) >= 0
 
-    def __lt__(self, other: Any) -> Any:
+    def __lt__(self, other: Any) -> Rows:
         return self <= other - 1
-
-    def __eq__(self, other: Any) -> Any:
-        self.require_counterpart(other)
-        if self.shift != other.shift:
-            raise _Untraceable
-        if not self.size:
-            if self.table is None or self.shift != 0 or self.origin is not None:
-                raise _Untraceable
-            return _Ids(self.context, self.table, "equal")
-        key = self.context.key_positions
-        position = key if self.table is None else self.table
-        first: Any = -self.shift if self.origin is None else self.origin[:, None] - self.shift  # of chunk 0
-        start = (position - first).div(self.size, rounding_mode="floor") * self.size + first + (key - position)
-        return Rows(self.context, start=start, end=start + self.size, positions=self.table)
-
-    def require_place(self) -> None:
-        """Raise unless it is a position of a query or key, in its row or its document, or a distance."""
-        if self.of in "bh" or self.size or (self.table is not None and not self.context.has_documents):
-            raise _Untraceable
-
-    def require_counterpart(self, other: Any) -> None:
-        """Raise unless one is of queries, the other of keys, and both are counted in the same way."""
-        if not isinstance(other, _Number) or {self.of, other.of} != {"q", "k"}:
-            raise _Untraceable
-        if other.table is not self.table or other.origin is not self.origin or other.size != self.size:
-            raise _Untraceable
 
 
 @dataclass(eq=False)
@@ -271,31 +231,61 @@ def _integer(number: Any) -> int:
 
 
 @dataclass(eq=False)
-class _Ids(_Symbol):
-    """A condition on values of a table [B, S]: "equal" at query and key, "numbered" (0 or more), or both, "blocks"."""
+class _Chunk(_Symbol):
+    """The number of the chunk of `size` positions that holds a position. In a document, they count from its start."""
 
-    table: Tensor
-    kind: str
+    position: _Number
+    size: int
+
+    def __eq__(self, other: Any) -> Any:
+        mine, theirs, documents = self.position, other.position, self.context.documents
+        if self.size <= 0 or other.size != self.size or {mine.side(), theirs.side()} != {"q", "k"}:
+            raise _Untraceable
+        if theirs.origin is not mine.origin or theirs.shift != mine.shift:
+            raise _Untraceable
+        first: Any = 0 if mine.origin is None else mine.origin[:, None]
+        first = (first if documents is None else documents.start.clamp(min=first)) - mine.shift
+        key = self.context.key_positions
+        start = (key - first).div(self.size, rounding_mode="floor") * self.size + first
+        return Rows(self.context, start=start, end=start + self.size)
+
+
+@dataclass(eq=False)
+class _Block(_Symbol):
+    """The id of a token's block, of `ids` int [B, S], or a condition on it.
+
+    `of` is "q" or "k", "equal" at query and key, "numbered" (0 or more), or both, "blocks".
+    """
+
+    of: str
+    ids: Tensor
+
+    def __eq__(self, other: Any) -> Any:
+        return self.joined(other, {"q", "k"}, "equal")
+
+    def __ge__(self, other: Any) -> _Block:
+        if self.of not in "qk" or _integer(other) != 0:
+            raise _Untraceable
+        return _Block(self.context, "numbered", self.ids)
 
     def __and__(self, other: Any) -> Any:
-        if isinstance(other, _Ids) and other.table is self.table and (self.kind, other.kind) == ("equal", "numbered"):
-            return _Ids(self.context, self.table, "blocks")
-        return self.rows() & other
+        return self.rows() & other if self.of == "blocks" else self.joined(other, {"equal", "numbered"}, "blocks")
+
+    def joined(self, other: Any, pair: set[str], of: str) -> _Block:
+        """Return the condition of a pair of ids or conditions on the same ids."""
+        if not isinstance(other, _Block) or other.ids is not self.ids or {self.of, other.of} != pair:
+            raise _Untraceable
+        return _Block(self.context, of, self.ids)
 
     def rows(self) -> Rows:
-        """Return documents or blocks: contiguous tokens with the same id see each other."""
-        ids, key = self.table, self.context.key_positions
-        joined = ids[:, 1:] == ids[:, :-1]
-        start, end = run_bounds(joined)
-        if self.kind == "equal" and self.context.has_documents:
-            self.context.require(ids[:, 1:] >= ids[:, :-1], "the ids of packed documents do not ascend")
-            return Rows(self.context, start=start, end=end, joined=joined)
-        if self.kind != "blocks":
+        """Return blocks: contiguous tokens with the same id see each other."""
+        if self.of != "blocks":
             raise _Untraceable
+        ids, key = self.ids, self.context.key_positions
+        start, end = run_bounds(ids[:, 1:] == ids[:, :-1])
         row = torch.arange(ids.shape[-1], device=ids.device)
         firsts = torch.where((start == row) & (ids >= 0), ids, -1 - row).sort(-1).values
-        violation = "tokens of one block (equal block_sequence_ids) are not next to each other"
-        self.context.require(firsts[:, 1:] != firsts[:, :-1], violation)
+        self.context.contiguous.append((firsts[:, 1:] != firsts[:, :-1]).all())
         start, end = torch.where(ids >= 0, start, UNBOUNDED), torch.where(ids >= 0, end, -UNBOUNDED)
         return Rows(self.context, start=start[:, key], end=end[:, key])
 
@@ -312,8 +302,6 @@ class Rows(_Symbol):
             key's own position, or are [UNBOUNDED, -UNBOUNDED), nothing.
         end: int64, as `start`.
         distances: lo and hi of a mask in which tokens of a block see each other besides, or None.
-        joined: bool [B, S - 1], or None: queries do not pass the positions 1..S-1 where it is False.
-        positions: int [B, S], or None: the queries are right only as far as these grow by one.
     """
 
     lo: int | None = None
@@ -321,8 +309,6 @@ class Rows(_Symbol):
     start: Tensor | None = None
     end: Tensor | None = None
     distances: tuple[int | None, int | None] | None = None
-    joined: Tensor | None = None
-    positions: Tensor | None = None
 
     def rows(self) -> Rows:
         """Return itself."""
@@ -363,14 +349,6 @@ class Rows(_Symbol):
         if self.shows_all():
             return other
         other = other.rows()
-        joined = other.joined if self.joined is None else self.joined
-        positions = other.positions if self.positions is None else self.positions
-        if other.positions is not None and other.positions is not positions:
-            raise _Untraceable
-        if joined is not None and positions is not None:
-            counts_on = positions[:, 1:] == positions[:, :-1] + 1
-            self.context.require(~joined | counts_on, "positions do not count on within a document")
-            positions = None
         return Rows(
             self.context,
             _narrower(self.lo, other.lo, max),
@@ -378,8 +356,6 @@ class Rows(_Symbol):
             _narrower(self.start, other.start, torch.maximum),
             _narrower(self.end, other.end, torch.minimum),
             None if other.start is not None else self.distances,
-            joined,
-            positions,
         )
 
     def __or__(self, other: Any) -> Any:
@@ -388,12 +364,12 @@ class Rows(_Symbol):
         rows = other.rows()
         if rows.shows_all():
             return rows
-        if not self.holds_key() or not rows.holds_key() or rows.positions is not self.positions:
+        if not self.holds_key() or not rows.holds_key():
             raise _Untraceable
         start, end = torch.minimum(self.first(), rows.first()), torch.maximum(self.last(), rows.last())
-        is_block = isinstance(other, _Ids) and other.kind == "blocks"
+        is_block = isinstance(other, _Block) and other.of == "blocks"
         distances = (self.lo, self.hi) if is_block and self.start is None else None
-        return Rows(self.context, start=start, end=end, distances=distances, positions=self.positions)
+        return Rows(self.context, start=start, end=end, distances=distances)
 
 
 def _narrower(x: Any, y: Any, pick: Callable[[Any, Any], Any]) -> Any:

@@ -117,14 +117,14 @@ _CACHES = ("past_key_values", "cache")  # the name of the fourth argument until 
 def leave_documents_to_hook(module: Any) -> None:
     """Make `_preprocess_mask_arguments` leave packed documents to the mask hook, which reads them from the model call.
 
-    Patched: `transformers.masking_utils._preprocess_mask_arguments`. In a call it gets no positions, except for chunked
-    attention, whose chunks count from the start of their document. Where no call is known (models compiled in place,
-    submodels run by hand), it returns the numbers of a row's documents as the 2D mask (`mask_hook.NUMBERS`).
+    Patched: `transformers.masking_utils._preprocess_mask_arguments`. In a call it gets no positions. Where no call is
+    known (models compiled in place, submodels run by hand), it returns the numbers of a row's documents as the 2D mask
+    (`mask_hook.NUMBERS`).
 
     Why: transformers looks for documents only if there is neither a cache nor a mask. Models default to
-    `use_cache=True`, so documents would silently see each other. In a static cache and in chunks they raise. Where it
-    finds documents, it evaluates masks at `position_ids` instead of rows: Gemma 3 would look up the image blocks of the
-    row's first document.
+    `use_cache=True`, so documents would silently see each other. In a static cache they raise. Where it finds
+    documents, it evaluates masks at `position_ids` instead of rows: Gemma 3 would look up the image blocks of the row's
+    first document.
 
     Checked: it is a plain function with its seven parameters.
 
@@ -139,9 +139,7 @@ def _preprocess(
     """Body of the patched function."""
     is_ours = config._attn_implementation in NAMES
     positions: Any = args[1] if len(args) > 1 else kwargs.get("position_ids")  # after the cache
-    call = call_of(config, inputs_embeds.shape[1]) if is_ours else None
-    has_chunks = getattr(config, "attention_chunk_size", None) is not None
-    if call is not None and (call.indices is not None or not has_chunks):
+    if is_ours and call_of(config, inputs_embeds.shape[1]) is not None:
         if len(args) > 1:
             args = (args[0], None, *args[2:])
         else:
@@ -151,17 +149,18 @@ def _preprocess(
     early_exit, mask, numbers, q_length, kv_length, q_offset, kv_offset = found
     if numbers is not None or (is_ours and positions is not None):
         record_documents()
-    if not is_ours or positions is None or early_exit or (has_chunks and numbers is not None):
+    if not is_ours or positions is None or early_exit:
         return found
     if positions.dim() != 2 or positions.shape[-1] != q_length or (mask is not None and mask.dim() != 2):
         return found
-    if isinstance(q_offset, Tensor) or not q_offset == kv_offset == 0 or q_length != kv_length or has_chunks:
+    if isinstance(q_offset, Tensor) or not q_offset == kv_offset == 0 or q_length != kv_length:
         check_one_document(positions, mask, q_offset)
         return found
     real = None if mask is None else nn.functional.pad(mask, (0, q_length - mask.shape[1]))  # of any length
     numbers = of_positions(positions, real).numbers() if numbers is None else numbers
-    numbers = (numbers + 1).to(NUMBERS).expand(len(inputs_embeds), -1)
-    mask = numbers if real is None else torch.where(real, numbers, -numbers)
+    mask = numbers = (numbers + 1).to(NUMBERS).expand(len(inputs_embeds), -1)
+    if real is not None:  # which transformers counts padding before the first token of
+        mask = torch.where(real, numbers, -numbers * (real.cumsum(-1) > 0))
     return early_exit, mask, None, q_length, kv_length, q_offset, kv_offset
 
 

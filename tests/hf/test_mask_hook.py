@@ -247,15 +247,13 @@ def test_custom_documents_beside_a_cache_or_in_pieces(given):
 
 
 def test_the_hook_does_not_wait_for_the_device():
-    ids = torch.tensor([[0, 0, 0, 1, 1, 1]])
-    packed = hf_masks.and_masks(
-        hf_masks.sliding_window_causal_mask_function(2), hf_masks.packed_sequence_mask_function(ids)
-    )
+    numbers = torch.tensor([[1, 1, 1, 2, 2, 2]], dtype=hook_module.NUMBERS)
+    window = hf_masks.sliding_window_causal_mask_function(2)
     cached = dict(batch_size=2, q_length=1, kv_length=9, q_offset=torch.tensor(4), attention_mask=torch.ones(2, 5) > 0)
     with pytest.raises(AssertionError), NoSynchronization():
-        bool(ids.any())
+        bool(numbers.any())
     with NoSynchronization():
-        mask_hook(batch_size=1, q_length=6, kv_length=6, mask_function=packed)
+        mask_hook(batch_size=1, q_length=6, kv_length=6, mask_function=window, attention_mask=numbers)
         mask_hook(**cached)
         mask_hook(batch_size=2, q_length=9, kv_length=9, q_offset=torch.tensor(0))
         for name in TRACED:

@@ -31,14 +31,13 @@ LENGTHS = (12, 17, 30)
 
 
 def tables(length: int) -> dict[str, Tensor]:
-    """Return the tables that mask functions look into, for two rows: documents, images, and padding before them."""
+    """Return positions of documents, and the tables that mask functions look into: images, and padding before them."""
     lengths = [[5, 3, length - 8], [length - 4, 4]]
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
     images = torch.full((2, length), -1)
     images[0, 1:4], images[0, 5:7], images[1, 2:9] = 0, 1, 0
     return dict(
         positions=positions,
-        documents=(positions.diff(dim=-1, prepend=positions[:, :1]) < 0).cumsum(-1),
         images=images,
         padding=torch.tensor([0, 2]),
     )
@@ -46,31 +45,7 @@ def tables(length: int) -> dict[str, Tensor]:
 
 Make = Callable[[dict[str, Tensor]], Callable[..., Any]]
 
-WHOLE: dict[str, Make] = {
-    "documents": lambda t: hf.and_masks(hf.causal_mask_function, hf.packed_sequence_mask_function(t["documents"])),
-    "documents in a window": lambda t: hf.and_masks(
-        hf.sliding_window_causal_mask_function(WINDOW), hf.packed_sequence_mask_function(t["documents"])
-    ),
-    "documents seen both ways": lambda t: hf.packed_sequence_mask_function(t["documents"]),
-    "documents and a window": lambda t: hf.or_masks(
-        hf.packed_sequence_mask_function(t["documents"]), hf.sliding_window_bidirectional_mask_function(WINDOW)
-    ),
-}
-if hasattr(hf, "remap_positions_for_packed_sequence"):  # since transformers 5.23
-
-    def remapped(function: Callable[..., Any], t: dict[str, Tensor]) -> Callable[..., Any]:
-        by_position = hf.remap_positions_for_packed_sequence(function, t["positions"])
-        return hf.and_masks(hf.packed_sequence_mask_function(t["documents"]), by_position)
-
-    WHOLE |= {
-        "positions": lambda t: remapped(hf.causal_mask_function, t),
-        "positions in a window": lambda t: remapped(hf.sliding_window_causal_mask_function(WINDOW), t),
-        "positions in chunks": lambda t: remapped(hf.chunked_causal_mask_function(CHUNK, t["padding"]), t),
-        "positions and images": lambda t: hf.or_masks(
-            remapped(hf.causal_mask_function, t), hf.blockwise_overlay(t["images"])
-        ),
-    }
-ANY: dict[str, Make] = {
+FUNCTIONS: dict[str, Make] = {
     "causal": lambda t: hf.causal_mask_function,
     "bidirectional": lambda t: hf.bidirectional_mask_function,
     "window": lambda t: hf.sliding_window_causal_mask_function(WINDOW),
@@ -89,7 +64,6 @@ ANY: dict[str, Make] = {
         hf.chunked_overlay(CHUNK, t["padding"]),
     ),
 }
-"""Mask functions of rows with and without a cache; `WHOLE` are of rows without one."""
 
 
 def dense(columns: Tensor, q_length: int) -> Tensor:
@@ -104,14 +78,17 @@ def counting(graphs: list[torch.fx.GraphModule]) -> Any:
     return backend
 
 
-CASES = [pytest.param(x, "none", marks=[pytest.mark.full] * (i % 2)) for i, x in enumerate(ANY | WHOLE)]
-CASES += [pytest.param(name, "static", marks=[pytest.mark.full] * (i % 2)) for i, name in enumerate(ANY)]
+CASES = [
+    pytest.param(name, cache, marks=[pytest.mark.full] * (i % 2))
+    for cache in ("none", "static")
+    for i, name in enumerate(FUNCTIONS)
+]
 
 
 @pytest.mark.parametrize(("name", "cache"), CASES)
 def test_compiled(name: str, cache: str) -> None:
     """Compile one graph for all lengths; the columns equal those without a compiler."""
-    make, graphs = (ANY | WHOLE)[name], []
+    make, graphs = FUNCTIONS[name], []
 
     def columns(t: dict[str, Tensor], queries: Tensor, padding: Tensor, offset: Any) -> Tensor:
         return mask_hook(
@@ -272,42 +249,6 @@ def test_a_function_that_branches_on_an_index_is_evaluated() -> None:
         return (kv_idx <= q_idx) if (q_idx >= kv_idx) is not None and bool(q_idx.sum() > -1) else kv_idx > q_idx
 
     given: dict[str, Any] = dict(batch_size=1, q_length=6, kv_length=6, mask_function=branching)
-    assert torch.equal(dense(mask_hook(**given), 6), sdpa_mask(**given, allow_is_causal_skip=False))
-
-
-@pytest.mark.parametrize("how", ["plain", "compiled"])
-def test_documents_in_pieces_are_refused(how: str) -> None:
-    ids = torch.tensor([[0, 0, 1, 1, 0, 0]])
-
-    def columns(ids: Tensor) -> Tensor:
-        function = hf.and_masks(hf.causal_mask_function, hf.packed_sequence_mask_function(ids))
-        return mask_hook(batch_size=1, q_length=6, kv_length=6, mask_function=function)
-
-    hook = torch.compile(columns, fullgraph=True, backend="eager") if how == "compiled" else columns
-    assert torch.equal(hook(ids.sort().values), columns(ids.sort().values))
-    with pytest.raises(RuntimeError, match=r"ids of packed documents do not ascend.*attn_implementation='sdpa'"):
-        hook(ids)
-
-
-needs_remapping = pytest.mark.skipif(
-    not hasattr(hf, "remap_positions_for_packed_sequence"), reason="cpu lane: needs transformers 5.23 or later"
-)
-
-
-@needs_remapping
-def test_positions_that_jump_within_a_document_are_refused() -> None:
-    documents, positions = torch.tensor([[0, 0, 0, 1, 1, 1]]), torch.tensor([[0, 2, 3, 0, 1, 2]])
-    function = remapped(hf.sliding_window_causal_mask_function(2), {"positions": positions, "documents": documents})
-    with pytest.raises(RuntimeError, match="positions do not count on within a document"):
-        mask_hook(batch_size=1, q_length=6, kv_length=6, mask_function=function)
-
-
-@needs_remapping
-def test_positions_without_documents_are_evaluated_on_every_pair() -> None:
-    """A token then sees tokens of other documents at positions before its own."""
-    positions = torch.tensor([[0, 1, 2, 0, 1, 2]])
-    function = hf.remap_positions_for_packed_sequence(hf.causal_mask_function, positions)
-    given: dict[str, Any] = dict(batch_size=1, q_length=6, kv_length=6, mask_function=function)
     assert torch.equal(dense(mask_hook(**given), 6), sdpa_mask(**given, allow_is_causal_skip=False))
 
 

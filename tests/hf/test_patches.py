@@ -4,6 +4,7 @@ import copy
 import re
 import sys
 import types
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -145,7 +146,7 @@ def test_documents_beside_a_mask_are_found_in_a_call_and_outside(config):
     _, mask, documents, *_ = preprocess(config, positions=positions, padding=padding)
     assert documents is None  # what transformers finds
     assert mask.dtype == mask_hook.NUMBERS
-    assert mask.tolist() == [[-1, -1, 2, 2, 2, 3, 3, 3, 3], [2] * 7 + [-2] * 2]
+    assert mask.tolist() == [[0, 0, 2, 2, 2, 3, 3, 3, 3], [2] * 7 + [-2] * 2]
 
 
 def test_several_documents_beside_a_mask_of_another_length_are_refused(config):
@@ -175,17 +176,24 @@ def test_several_documents_in_a_static_cache_are_refused():
 
 
 @pytest.mark.parametrize(
-    "given", [{"use_cache": True}, {"attention_mask": torch.ones(1, 9).long(), "use_cache": False}]
+    "given",
+    [{"use_cache": False}, {"use_cache": True}, {"attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1, 1, 1, 1]])}],
+    ids=["alone", "cache", "padding"],
 )
-def test_several_documents_in_chunks_beside_a_cache_or_a_mask_are_refused(given):
-    settings = {**llama_config().to_dict(), "model_type": None, "attention_chunk_size": 4, "num_local_experts": 2}
+def test_chunks_count_from_the_first_token_of_each_document(given):
+    settings = {**llama_config().to_dict(), "model_type": None, "attention_chunk_size": 3, "num_local_experts": 2}
     keep = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     keep += ("num_key_value_heads", "attention_chunk_size", "num_local_experts", "pad_token_id")
     config = Llama4TextConfig(**{name: settings[name] for name in keep}, intermediate_size_mlp=32, head_dim=8)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="flashmask").eval()
-    model(ROW, position_ids=PACKED, use_cache=False)
-    with pytest.raises(RuntimeError, match=r"position_ids start again at 0 .*chunked attention"):
-        model(ROW, position_ids=PACKED, **given)
+    starts = [*(PACKED[0] == 0).nonzero()[:, 0].tolist(), 9]
+    first = 0 if "attention_mask" not in given else 1
+    want = [
+        model(ROW[:, max(i, first) : j], position_ids=PACKED[:, max(i, first) : j], use_cache=False).logits
+        for i, j in pairwise(starts)
+    ]
+    got = model(ROW, position_ids=PACKED, **given).logits[:, first:]
+    torch.testing.assert_close(got, torch.cat(want, 1), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,11 @@
 """Checks of model parts that treat a packed row as one document, and of unread boundaries.
 
-PEFT's activated LoRA, the scales and chunks of Llama 4, ESM's token dropout and heads that predict once per row look at
+PEFT's activated LoRA, the scales of Llama 4, ESM's token dropout and heads that predict once per row look at
 the whole row. `seq_idx` and numbers in a 2D mask mark documents that attention does not read.
 """
 
 from __future__ import annotations
 
-import transformers
-from packaging.version import Version
 from torch import Tensor
 
 from flashmask_hf.hf.call import Call
@@ -117,15 +115,4 @@ def _has_one_temperature(call: Call) -> Verdict | None:
     return has_one_document(call), (
         "Llama 4 scales queries by their place in the row from floor_scale tokens on, so documents would depend on "
         "those before them; keep rows of several documents under floor_scale tokens"
-    )
-
-
-@rule(CHECKS, "packed rows longer than the attention chunks of Llama 4", ours=True, config="attention_chunk_size")
-def _fits_chunk(call: Call) -> Verdict | None:
-    counts_from_documents = Version(transformers.__version__) >= Version("5.23")
-    if counts_from_documents or call.tokens is None or call.tokens.shape[1] <= call.config.attention_chunk_size:
-        return None
-    return has_one_document(call), (
-        "rows of several documents must not exceed attention_chunk_size before transformers 5.23, which counts chunks "
-        "from the row's start. Install transformers 5.23, or pass shorter rows."
     )

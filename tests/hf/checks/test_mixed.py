@@ -1,6 +1,5 @@
 """Packed rows raise in models of which a part beside the attention takes a row for one document."""
 
-import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +22,6 @@ from transformers import (
 
 from flashmask_hf import masks
 from flashmask_hf.collators import DataCollatorForPackedEncoders, DataCollatorForPackedLanguageModeling
-from flashmask_hf.hf.checks import mixed
 from flashmask_hf.hf.packed.rows import run_packed
 
 pytestmark = TRAINER_WARNINGS
@@ -127,8 +125,7 @@ def check_scales(positions, mask=None, **fields):
     """Run the checks of Llama 4 on a call with a config of these fields."""
     model = torch.nn.Module()
     model.config = SimpleNamespace(_attn_implementation="flashmask", **fields)
-    for words in ("documents of Llama 4", "attention chunks of Llama 4"):
-        run_check(words, model, input_ids=positions, position_ids=positions, attention_mask=mask)
+    run_check("documents of Llama 4", model, input_ids=positions, position_ids=positions, attention_mask=mask)
 
 
 def test_llama_4_scales_from_floor_scale_tokens_on():
@@ -139,17 +136,6 @@ def test_llama_4_scales_from_floor_scale_tokens_on():
     check_scales(two, floor_scale=6, attn_temperature_tuning=False)
     with pytest.raises(RuntimeError, match="keep rows of several documents under floor_scale tokens"):
         check_scales(two, **config)
-
-
-@pytest.mark.parametrize(("version", "refused"), [("5.22.0", True), ("5.23.0", False)])
-def test_chunks_count_from_documents_since_transformers_5_23(monkeypatch, version, refused):
-    monkeypatch.setattr(mixed.transformers, "__version__", version)
-    two = torch.tensor([[0, 1, 2, 0, 1, 2]])
-    check_scales(two, attention_chunk_size=6)
-    check_scales(torch.arange(6)[None], attention_chunk_size=4)
-    raised = pytest.raises(RuntimeError, match="must not exceed attention_chunk_size")
-    with raised if refused else contextlib.nullcontext():
-        check_scales(two, attention_chunk_size=4)
 
 
 def test_masked_tokens_under_token_dropout_take_one_document_a_row():

@@ -125,8 +125,6 @@ DECODERS = [name for name in [*TABLE, *UNTESTED] if model_zoo.kind(name) in ("de
 @pytest.mark.parametrize("family", each_family(DECODERS))
 def test_no_family_mixes_documents_under_another_attention(family):
     """Packed documents raise, or give what each gives alone. Families whose tiny model does not run are skipped."""
-    if "llama4" in family and Version(transformers.__version__) < Version("5.23"):
-        pytest.skip("cpu lane: before transformers 5.23, chunks of Llama 4 do not begin with a document")
     try:
         model = model_zoo.build(family, "eager")
         want = torch.cat([model(input_ids=part, use_cache=False)[0] for part in IDS.split([4, 5], 1)], 1)
