@@ -62,22 +62,21 @@ class RopeIndex:
                 sizes of images and videos, such as `image_grid_thw`, int64 [images, 3].
 
         Raises:
-            ValueError: the document has images, and lacks an input that the model needs; or a position is fractional.
+            ValueError: the document has images, and not all inputs that the model needs; or a position is fractional.
         """
         input_ids = document["input_ids"]
         given: dict[str, Any] = {"attention_mask": torch.ones_like(input_ids)}
-        for name, parameter in inspect.signature(self._model.get_rope_index).parameters.items():
+        for name in inspect.signature(self._model.get_rope_index).parameters:
             value = document.get(_BATCH_KEYS.get(name, name))
             if value is not None:
                 given[name] = value
             elif name == "mm_token_type_ids" and not any(key.startswith("pixel_values") for key in document):
                 given[name] = torch.zeros_like(input_ids)
-            elif name == "mm_token_type_ids" or (parameter.default is parameter.empty and parameter.kind.value < 2):
-                raise ValueError(
-                    f"a document has images and no {name}, which {type(self._model).__name__} needs for positions. Use "
-                    "its own processor, and set return_mm_token_type_ids=True."
-                )
-        axes = self._model.get_rope_index(**given)[0]
+        try:
+            axes = self._model.get_rope_index(**given)[0]
+        except (TypeError, StopIteration) as error:  # types or sizes of images are missing
+            problem = f"{type(self._model).__name__} finds no positions from {', '.join(given)}"
+            raise ValueError(f"{problem}. Use its own processor, with return_mm_token_type_ids=True.") from error
         if (axes != axes.long()).any():
             raise ValueError("positions are fractional for video_second_per_grid; sample videos at an integer rate")
         return axes.long()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import sys
+import warnings
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -270,9 +271,19 @@ def _prefix(kind: str) -> str:
     return _PREFIXES.get(kind, kind.capitalize())
 
 
-def tiny_model(kind: str, attention: str | dict[str, str] = "flashmask", dtype: torch.dtype = torch.float64) -> Any:
-    """Return a random model of a kind, the same at every call, in training mode and without dropout."""
-    config = getattr(transformers, f"{_prefix(kind)}Config")(**_CONFIGS[kind])
+def tiny_model(
+    kind: str, attention: str | dict[str, str] = "flashmask", dtype: torch.dtype = torch.float64, **text: Any
+) -> Any:
+    """Return a random model of a kind, the same at every call, in training mode and without dropout.
+
+    Args:
+        kind: one of `KINDS`.
+        attention: its `attn_implementation`.
+        dtype: of its parameters.
+        text: changes of its text config.
+    """
+    settings = dict(_CONFIGS[kind], text_config=_CONFIGS[kind]["text_config"] | text)
+    config = getattr(transformers, f"{_prefix(kind)}Config")(**settings)
     torch.manual_seed(0)
     made = getattr(transformers, f"{_prefix(kind)}ForConditionalGeneration")
     model = made._from_config(config, attn_implementation=attention).to(dtype).train()
@@ -373,7 +384,11 @@ def document(kind: str, images: Sequence[tuple[int, ...]], tail: int, first: int
     ]
     text = words(first) + words(1).join(marks)
     if kind == "paligemma" and pictures:
-        batch = processor(images=pictures, text=text, suffix=words(tail), return_tensors="pt", add_special_tokens=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # its processor gives tensors to NumPy
+            batch = processor(
+                images=pictures, text=text, suffix=words(tail), return_tensors="pt", add_special_tokens=False
+            )
     elif videos or kind == "paligemma":  # without torchvision the processors take no videos; PaliGemma's needs images
         assert not pictures, "a document has images or videos"
         batch = processor.tokenizer(text + words(tail), return_tensors="pt")

@@ -1,0 +1,194 @@
+"""Packing of examples with images: a packed row gives the logits, losses and gradients of its examples alone."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from tools.vision import KINDS, document, picture, placeholder, tiny_model, tiny_processor, words
+from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
+
+from flashmask_hf.collators import DataCollatorForPackedVisionLanguageModeling, RopeIndex
+
+SPLIT = {"text_config": "flashmask", "vision_config": "sdpa"}
+PACK = [kind for kind in KINDS if kind != "paligemma"]
+QWEN = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
+QUICK = ("qwen2_5_vl", "gemma3", "smolvlm")
+LAYERS = {"qwen3_5": dict(layer_types=["full_attention"] * 2, num_hidden_layers=2)}
+"""On a CPU the linear attention of Qwen3.5 has no kernels that read document boundaries."""
+
+
+def example(kind, images, tail=4, first=2):
+    """Return an example in TRL's standard format, with images of these sizes between words."""
+    text = words(first) + words(1).join([placeholder(kind)] * len(images)) + words(tail)
+    return {"text": text, "images": [picture(*size) for size in images]}
+
+
+def conversation(*images, form="messages"):
+    """Return an example in TRL's conversational format, with one image each of these sizes."""
+    turns = [{"role": "user", "content": words(3)}, {"role": "assistant", "content": words(4)}]
+    own = {"messages": turns} if form == "messages" else {"prompt": turns[:1], "completion": turns[1:]}
+    return own | {"images": [picture(*size) for size in images]}
+
+
+def made(processor, **options):
+    """Return the packing collator, which takes an example {"document": ...} as its inputs."""
+    trl = DataCollatorForVisionLanguageModeling(processor)
+
+    def alone(examples):
+        return examples[0].get("document") or trl(examples)
+
+    return DataCollatorForPackedVisionLanguageModeling(processor, collator=alone, **options), alone
+
+
+def examples_of(kind):
+    """Return examples without, with one and with several images of several sizes, at the ends and inside."""
+    if kind == "paligemma":  # TRL learns no suffixes; its processor takes no example without an image
+        return [{"document": document(kind, images, 3, first)} for images, first in ((1, 2), (0, 2), (1, 0), (1, 2))
+                for images in ([(1, 1)] * images,)]  # fmt: skip
+    plain = [
+        example(kind, [(1, 2)]),
+        example(kind, []),
+        example(kind, [(2, 4), (2, 1)], tail=0),  # ends with an image, and the next begins with one
+        example(kind, [(2, 2)], first=0),
+    ]
+    return plain + [{"document": document(kind, [(2, 1, 2)], 3)}] * (kind in QWEN)
+
+
+def floats(batch):
+    return {name: x.double() if x.is_floating_point() else x for name, x in batch.items() if name != "attention_mask"}
+
+
+def train(model, batches):
+    """Return the loss, the logits of all tokens and the gradients of a step on these batches."""
+    labels = [batch["labels"][..., 1:] for batch in batches]
+    items = sum(int((own != -100).sum()) for own in labels)
+    outs = [model(**floats(batch), use_cache=False, num_items_in_batch=items) for batch in batches]
+    loss = sum(out.loss for out in outs)
+    loss.backward()
+    logits = torch.cat([out.logits.flatten(0, 1) for out in outs]).detach()
+    return loss.item(), logits, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("kind", [pytest.param(x, marks=[] if x in QUICK else pytest.mark.full) for x in PACK])
+def test_packed_examples_equal_each_alone(kind, rows):
+    stock = tiny_model(kind, "sdpa", **LAYERS.get(kind, {}))
+    ours = tiny_model(kind, SPLIT if kind in ("mistral3", "pixtral") else "flashmask", **LAYERS.get(kind, {}))
+    examples = examples_of(kind)
+    collator, alone = made(tiny_processor(kind), rope_index=RopeIndex.of(stock) if kind in QWEN else None)
+    documents = [alone([copy.copy(own)]) for own in examples]
+    lengths = [own["input_ids"].shape[1] for own in documents]
+    if rows == 2:
+        collator.max_length = max(max(lengths), sum(lengths) * 2 // 3)
+    batch = collator(examples)
+    assert len(batch["input_ids"]) == rows
+    loss, logits, grads = train(stock, documents)
+    packed_loss, packed_logits, packed_grads = train(ours, [batch])
+    ids = batch["input_ids"].flatten()
+    at = [next(i for i in range(len(ids)) if torch.equal(ids[i : i + n], own["input_ids"][0]))
+          for own, n in zip(documents, lengths, strict=True)]  # fmt: skip
+    places = torch.cat([torch.arange(i, i + n) for i, n in zip(at, lengths, strict=True)])
+    assert (packed_logits[places] - logits).abs().max() < 1e-13
+    assert abs(packed_loss - loss) < 1e-6  # of float32 logits
+    assert packed_grads.keys() == grads.keys()
+    assert any("vis" in name for name in grads)
+    for name in grads:
+        assert (packed_grads[name] - grads[name]).abs().max() < 2e-7, name
+
+
+@pytest.mark.parametrize("kind", ["gemma3", pytest.param("gemma4", marks=pytest.mark.full)])
+def test_an_image_longer_than_the_window_equals_alone(kind):
+    stock, ours = (tiny_model(kind, attention, sliding_window=3) for attention in ("sdpa", "flashmask"))
+    collator, alone = made(tiny_processor(kind))
+    examples = examples_of(kind)
+    _, logits, grads = train(stock, [alone([copy.copy(own)]) for own in examples])
+    _, packed_logits, packed_grads = train(ours, [collator(examples)])
+    assert (packed_logits - logits).abs().max() < 1e-13
+    assert max((packed_grads[name] - grads[name]).abs().max() for name in grads) < 2e-7
+
+
+@pytest.mark.parametrize("form", ["messages", "prompt"])
+@pytest.mark.parametrize("only", [None, False])
+def test_labels_are_trls(form, only):
+    processor = tiny_processor("llava")
+    examples = [conversation((1, 1), form=form), conversation(form=form), conversation((1, 2), (1, 1), form=form)]
+    before = copy.deepcopy(examples)
+    trl = DataCollatorForVisionLanguageModeling(processor, completion_only_loss=form == "prompt" and only is None)
+    want = [trl([copy.copy(own)])["labels"] for own in examples]
+    batch = DataCollatorForPackedVisionLanguageModeling(processor, completion_only_loss=only)(examples)
+    for own in want:
+        own[0, 0] = -100
+    assert torch.equal(batch["labels"], torch.cat(want, 1))
+    assert examples == before
+    if form == "messages":
+        only_assistant = DataCollatorForVisionLanguageModeling(processor, assistant_only_loss=True)
+        batch = DataCollatorForPackedVisionLanguageModeling(processor, collator=only_assistant)(examples)
+        assert (batch["labels"] != -100).sum() == 3 * 5
+
+
+def test_copies_and_rows_packed_ahead_give_the_same_batch():
+    processor, rope_index = tiny_processor("qwen2_5_vl"), RopeIndex.of(tiny_model("qwen2_5_vl"))
+    collator = DataCollatorForPackedVisionLanguageModeling(processor, rope_index=rope_index, pad_to_multiple_of=16)
+    examples = [conversation((1, 1)), conversation((2, 1), (1, 2)), {"messages": conversation()["messages"]}]
+    examples[0]["image"] = examples[0].pop("images")[0]
+    want = collator(examples)
+    assert next(iter(want)) == "input_ids"
+    assert want["input_ids"].shape[1] % 16 == 0
+    assert "mm_token_type_ids" not in want
+    copied = pickle.loads(pickle.dumps(collator))
+    for got in (copied(examples), collator([{"examples": examples[:2]}, examples[2]])):
+        assert got.keys() == want.keys()
+        assert all(torch.equal(got[key], want[key]) for key in want)
+    rows = DataCollatorForPackedVisionLanguageModeling(processor, rope_index=rope_index, max_length=64)(
+        [{"examples": examples[:2]}, {"examples": examples[2:]}]
+    )
+    assert rows["input_ids"].shape == (1, 64)
+
+
+def test_pixels_are_padded_to_the_largest_image():
+    processor = copy.deepcopy(tiny_processor("smolvlm"))
+    processor.image_processor.do_image_splitting = False
+    stock, ours = tiny_model("smolvlm", "sdpa"), tiny_model("smolvlm")
+    examples = [example("smolvlm", [(1, 2)]), example("smolvlm", [(2, 1), (2, 2)])]
+    collator, alone = made(processor)
+    want = train(stock, [alone([copy.copy(own)]) for own in examples])
+    got = train(ours, [collator(examples)])
+    assert (got[1] - want[1]).abs().max() < 1e-13
+
+
+def _with(key, value):
+    return {"document": document("llava", [(1, 1)], 3) | {key: value}}
+
+
+ERRORS = {
+    "an unknown key": (_with("cross_attention_mask", torch.ones(1)), "gives the model cross_attention_mask, which has"),
+    "labels of another length": (_with("labels", torch.ones(1, 3)), r"labels of example 0 must have .*, got \[1, 3\]"),
+    "padding": (_with("attention_mask", torch.zeros(1, 9)), "example 0 holds padding"),
+    "an image too many": (_with("pixel_values", torch.ones(2, 3, 8, 8)), "has 4 image tokens, but its images have 8"),
+    "no pixels": (_with("input_ids", torch.full((1, 9), 90)), "has 9 image tokens, but its images have 4 features"),
+    "videos without pixels": (_with("input_ids", torch.full((1, 9), 92)), "has 0 image tokens"),
+}
+
+
+@pytest.mark.parametrize("wrong", ERRORS)
+def test_wrong_examples_raise(wrong):
+    collator, _ = made(tiny_processor("llava"))
+    given, message = ERRORS[wrong]
+    with pytest.raises(ValueError, match=message):
+        collator([given])
+
+
+def test_wrong_rows_raise():
+    processor = tiny_processor("llava")
+    collator, _ = made(processor, max_length=16)
+    without = document("llava", [(1, 1)], 2)
+    del without["pixel_values"]
+    with pytest.raises(ValueError, match="example 1 has 22 tokens, more than the 16 of a row; make rows longer"):
+        collator([example("llava", [(1, 1)]), example("llava", [(1, 1)], tail=16)])
+    with pytest.raises(ValueError, match=r"examples\[1\] of example 0 has 4 image tokens, but its images have 0"):
+        collator([{"examples": [example("llava", []), {"document": without}]}])
+    with pytest.raises(ValueError, match="completion_only_loss is for TRL's collator"):
+        made(processor, completion_only_loss=True)
+    with pytest.raises(ValueError, match="has no token_type_ids, but example 0"):
+        made(processor)[0]([{"document": document("gemma3", [], 3)}, {"document": document("llava", [], 3)}])
