@@ -146,7 +146,7 @@ class DataCollatorForPackedVisionLanguageModeling(PackingCollator):
                 )
         if not document.pop("attention_mask", torch.ones(())).all():
             raise ValueError(padded(name))
-        self._check_images(document, name)
+        _check_images(self.processor, document, name)
         if self.rope_index is not None:
             document[_AXES] = self.rope_index(document)[:, 0]
             document.pop("mm_token_type_ids", None)  # the model reads it only for positions
@@ -163,27 +163,27 @@ class DataCollatorForPackedVisionLanguageModeling(PackingCollator):
             self.processor, completion_only_loss="completion" in example if only is None else only
         )
 
-    def _check_images(self, document: Document, name: str) -> None:
-        """Raise a ValueError if the tokens of images or videos are not as many as their features."""
-        for kind, count in (("image", _image_tokens), ("video", _video_tokens)):
-            token = getattr(self.processor.tokenizer, f"{kind}_token_id", None)
-            token = getattr(self.processor, f"{kind}_token_id", None) if token is None else token
-            needed = count(self.processor, document, token)
-            tokens = int((document["input_ids"] == token).sum())
-            if token is not None and needed is not None and tokens != needed:
-                raise ValueError(
-                    f"{name} has {tokens} {kind} tokens, but its {kind}s have {needed} features. Do not cut it, and "
-                    f"remove {kind} tokens from its text."
-                )
-
 
 def _forest(documents: Sequence[Document]) -> Forest:
     ids = [document["input_ids"][0].numpy() for document in documents]
     return Forest.from_documents(np.concatenate(ids), np.array([len(own) for own in ids]))
 
 
-def _image_tokens(processor: Any, document: Document, token: int) -> int | None:
-    """Return how many tokens the features of a document's images need, or None if its processor does not say."""
+def _check_images(processor: Any, document: Document, name: str) -> None:
+    """Raise a ValueError if a document has not as many image tokens as its images have features."""
+    token = getattr(processor.tokenizer, "image_token_id", None)  # Gemma 3's processor has another token's id
+    token = getattr(processor, "image_token_id", None) if token is None else token
+    if token is None or "pixel_values_videos" in document:  # some families put image tokens for frames
+        return
+    features = _count_features(processor, document, token)
+    tokens = int((document["input_ids"] == token).sum())
+    if features is not None and tokens != features:
+        problem = f"{name} has {tokens} image tokens, but its images have {features} features"
+        raise ValueError(f"{problem}. Do not cut it, and write image tokens only where images are.")
+
+
+def _count_features(processor: Any, document: Document, token: int) -> int | None:
+    """Return how many tokens a document's images need, or None if its processor does not say."""
     pixels = document.get("pixel_values")
     if pixels is None:
         return 0
@@ -194,17 +194,9 @@ def _image_tokens(processor: Any, document: Document, token: int) -> int | None:
         images = range(len(document.get("image_grid_thw", document.get("image_sizes", pixels))))
         texts = [processor.replace_image_token(document, image_idx=index) for index in images]
         return "".join(texts).count(processor.tokenizer.convert_ids_to_tokens(token))
-    except (AttributeError, KeyError, NotImplementedError):
+    except (AttributeError, IndexError, KeyError, NotImplementedError, TypeError):
         per_image = getattr(processor, "image_seq_length", getattr(processor, "image_seq_len", None))
         return None if per_image is None else per_image * pixels.shape[:-3].numel()
-
-
-def _video_tokens(processor: Any, document: Document, token: int) -> int | None:
-    """Return how many tokens the features of a document's videos need, or None if no grid says."""
-    grid = document.get("video_grid_thw")
-    if grid is None:
-        return None if "pixel_values_videos" in document else 0
-    return int(grid.prod(-1).sum()) // processor.image_processor.merge_size**2
 
 
 def _join(key: str, documents: Sequence[Document]) -> Tensor:

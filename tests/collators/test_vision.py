@@ -167,7 +167,6 @@ ERRORS = {
     "padding": (_with("attention_mask", torch.zeros(1, 9)), "example 0 holds padding"),
     "an image too many": (_with("pixel_values", torch.ones(2, 3, 8, 8)), "has 4 image tokens, but its images have 8"),
     "no pixels": (_with("input_ids", torch.full((1, 9), 90)), "has 9 image tokens, but its images have 4 features"),
-    "videos without pixels": (_with("input_ids", torch.full((1, 9), 92)), "has 0 image tokens"),
 }
 
 
