@@ -12,12 +12,10 @@ from flashmask_hf.hf.call import current
 from flashmask_hf.hf.keywords import SPLIT_BY_TORCH, check_keywords
 from flashmask_hf.hf.late import late_mask
 from flashmask_hf.hf.layer_mask import BOUNDS, LayerMask, mask_of_rows
-from flashmask_hf.hf.ranks import attend_in_parts, vectors_of_local_heads
+from flashmask_hf.hf.ranks import attend_in_parts, refuse_shard_of_heads
 from flashmask_hf.names import FLASHMASK, VECTORS
 from flashmask_hf.parallel.split import active_split
 from flashmask_hf.torch_internals import is_split_by_torch
-
-__all__ = ["attention_forward", "check_layer", "is_marked", "layer_mask"]
 
 _checked: set[Any] = set()
 """Checked layers, by class, implementation and types of keywords."""
@@ -65,13 +63,10 @@ def attention_forward(
             with windows, `position_ids` are not contiguous where a window matters (device-side checks).
     """
     check_layer(module, dropout, kwargs, FLASHMASK)
-    if is_marked(attention_mask):
-        mask = _marked_mask(module, query, key, attention_mask)
-    else:
-        split = active_split(query.shape[2], kwargs.get(VECTORS))
-        if split is not None:
-            return attend_in_parts(split, late_mask, module, query, key, value, attention_mask, scaling, kwargs), None
-        mask = late_mask(module, query, key, attention_mask, kwargs)
+    split = None if is_marked(attention_mask) else active_split(query.shape[2], kwargs.get(VECTORS))
+    if split is not None:
+        return attend_in_parts(split, late_mask, module, query, key, value, attention_mask, scaling, kwargs), None
+    mask = layer_mask(module, query, key, attention_mask, kwargs)
     out = mask.attend(query, key, value, scale=scaling, softcap=kwargs.get("softcap"), sinks=kwargs.get("s_aux"))
     return out.transpose(1, 2), None
 
@@ -125,18 +120,14 @@ def layer_mask(
         attention_mask: what `mask_hook` returned, or None.
         kwargs: the layer's keywords, checked (`check_layer`).
     """
-    if is_marked(attention_mask):
-        return _marked_mask(module, query, key, attention_mask)
-    return late_mask(module, query, key, attention_mask, kwargs)
-
-
-def _marked_mask(module: nn.Module, query: Tensor, key: Tensor, rows: Tensor) -> LayerMask:
-    """Return a layer's mask of marked rows, and count the layer in the call."""
+    if not is_marked(attention_mask):
+        refuse_shard_of_heads(module, kwargs.get(VECTORS), query.shape[1])
+        return late_mask(module, query, key, attention_mask, kwargs)
+    if attention_mask.shape[1] > 1:
+        refuse_shard_of_heads(module, attention_mask, query.shape[1])
     if not torch.compiler.is_compiling() and current.call is not None:
         current.call.supplied += 1
-    if rows.shape[1] > 1:
-        rows = vectors_of_local_heads(module, rows, query.shape[1], key.shape[1])
-    return mask_of_rows(rows, key.shape[2])
+    return mask_of_rows(attention_mask, key.shape[2])
 
 
 def is_marked(rows: Any) -> TypeGuard[Tensor]:

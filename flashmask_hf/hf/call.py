@@ -13,8 +13,6 @@ from flashmask_hf.hf.documents import Documents, of_bounds, of_positions
 from flashmask_hf.hf.models import ModelState, state_of
 from flashmask_hf.names import NAMES, VECTORS
 
-__all__ = ["Call", "cache_of", "call_of", "count_axes", "current", "current_calls", "record_documents"]
-
 
 class _Current(threading.local):  # Dynamo can trace it, but no ContextVar, and no attribute that a thread never set
     call: Call | None = None

@@ -10,11 +10,6 @@ from torch import Tensor, nn
 from flashmask_hf.masks._columns import next_flagged
 from flashmask_hf.torch_internals import device_assert
 
-__all__ = [
-    "UNBOUNDED", "Documents", "check_one_document", "document_starts", "next_flagged", "of_bounds", "of_numbers",
-    "of_positions", "run_bounds",
-]  # fmt: skip
-
 UNBOUNDED = 2**30
 """A position after every token's. The sum of two fits int32."""
 

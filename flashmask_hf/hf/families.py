@@ -15,8 +15,6 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
 from flashmask_hf.names import VECTORS
 
-__all__ = ["FAMILIES", "family_of", "missing_kernels", "refuse_own_attention", "refuse_unsupported", "source_of"]
-
 
 class Family(NamedTuple):
     """What is known of a model type.

@@ -10,59 +10,25 @@ from torch import nn
 
 from flashmask_hf.names import HASH, PACKED_INDEX, QK, VECTORS
 
-__all__ = ["SPLIT_BY_TORCH", "check_keywords", "check_window"]
-
-_USED = {"cu_seq_lens_q", "is_causal", "position_ids", "s_aux", "sliding_window", "softcap", VECTORS}
+_USED = f"cu_seq_lens_q is_causal position_ids s_aux sliding_window softcap {VECTORS}".split()
 """Keywords that change the result and are implemented."""
 
 _REFUSED = {
-    "alibi",
-    "alibi_slopes",
-    "attention_bias",
-    "attn_bias",
-    "block_indices",
-    "block_mask",
-    "block_table",
-    "cache",
-    "head_mask",
-    "indices",
-    "mask_mod",
-    "position_bias",
-    "read_index",
-    "score_mod",
-    "sinks",
-    "window_size",
+    "pass {}=None, or use attn_implementation='eager' for this model": "alibi alibi_slopes attention_bias attn_bias "
+    "block_indices block_mask block_table head_mask indices mask_mod position_bias score_mod sinks window_size",
+    "use attn_implementation='sdpa' for continuous batching": "cache read_index",
 }
-"""Keywords that change the result and are not implemented."""
+"""Keywords that change the result and are not implemented, by the way out."""
 
 _HARMLESS = {
-    "cache_position",
-    "completion_mask",
-    "cu_seq_lens_k",
-    "deterministic",
-    "inputs_embeds",
-    "is_first_iteration",
-    "labels",
-    "logits_to_keep",
-    "max_length_k",
-    "max_length_q",
-    "num_items_in_batch",
-    "output_attentions",
-    "output_hidden_states",
-    "output_router_logits",
-    PACKED_INDEX,
-    "path_weights",
-    "past_key_values",
-    "position_embeddings",
-    "return_dict",
-    "return_loss",
-    "seq_idx",
-    "shift_labels",
-    "skip_logits",
-    "token_type_ids",
+    "models": "cache_position deterministic inputs_embeds is_first_iteration labels logits_to_keep output_attentions "
+    "output_hidden_states output_router_logits past_key_values position_embeddings return_dict seq_idx token_type_ids "
     "use_cache",
+    "FlashAttention": "cu_seq_lens_k max_length_k max_length_q",
+    "trainers": "completion_mask num_items_in_batch path_weights return_loss shift_labels skip_logits",
+    "this package": PACKED_INDEX,
 }
-"""Keywords of models and trainers that do not change the result."""
+"""Keywords that do not change the result, by what passes them."""
 
 _SPARSE = {HASH: HASH, QK: QK, "q_keep": QK, "k_keep": QK}
 """Additional keywords of an implementation, by its name."""
@@ -72,6 +38,10 @@ SPLIT_BY_TORCH = (
     "within its own part of the row; take PackedSFTTrainer, or leave cp_size at 1"
 )
 """The error's text for context parallelism that exchanges the keys of 'sdpa' alone, with a place for the attention."""
+
+_WAYS_OUT = {name: way_out for way_out, names in _REFUSED.items() for name in names.split()}
+
+_ACCEPTED = {*_USED, *" ".join(_HARMLESS.values()).split()}
 
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 """Names that configs of transformers give to the dropout of attention."""
@@ -105,14 +75,12 @@ def check_keywords(module: nn.Module, dropout: float, kwargs: dict[str, Any], im
         )
     check_window(kwargs.get("sliding_window"))
     for name, value in kwargs.items():
-        if name in _USED or name in _HARMLESS or value is None or _SPARSE.get(name) == implementation:
+        if name in _ACCEPTED or value is None or _SPARSE.get(name) == implementation:
             continue
-        if name in _REFUSED:
-            way_out = f"pass {name}=None, or use attn_implementation='eager' for this model"
-            if name in ("cache", "read_index"):
-                way_out = "use attn_implementation='sdpa' for continuous batching"
+        if name in _WAYS_OUT:
             raise NotImplementedError(
-                f"{name} changes the result of attention and is not implemented by {asked}; {way_out}"
+                f"{name} changes the result of attention and is not implemented by {asked}; "
+                + _WAYS_OUT[name].format(name)
             )
         if name in _SPARSE:
             raise NotImplementedError(

@@ -12,12 +12,9 @@ from flashmask_hf.hf.documents import UNBOUNDED, of_bounds, of_positions
 from flashmask_hf.hf.families import family_of
 from flashmask_hf.hf.layer_mask import LayerMask, cached_mask, check_hook_result
 from flashmask_hf.hf.merge import check_form, supplied_mask
-from flashmask_hf.hf.ranks import vectors_of_local_heads
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import VECTORS
 from flashmask_hf.torch_internals import is_capturing, is_one_of, stream_of
-
-__all__ = ["late_mask"]
 
 
 def late_mask(
@@ -36,7 +33,6 @@ def late_mask(
     record_documents(supplied=True)
     check_form(vectors, causal, getattr(module, "config", None))
     _check_receiver(module, attention_mask, causal)
-    vectors = vectors_of_local_heads(module, vectors, query.shape[1], key.shape[1])
     _check_fit(vectors, query, key)
     return supplied_mask(vectors, attention_mask, causal, _window_of(module, kwargs), position_ids)
 
@@ -97,8 +93,9 @@ def _separated_mask(
 ) -> FlashMask:
     """Return the mask of the hook's columns, else of causality and window, with documents kept apart.
 
-    `cu_seq_lens_q` of several documents, or of a tower's images, is read as in FlashAttention. Else a causal mask reads
-    `position_ids` of all keys, [B or 1, Skv]: engines of sequence parallelism gather positions, but drop masks.
+    `cu_seq_lens_q` of several documents, or of a tower's images, is read as in FlashAttention. Else a causal mask that
+    the hook did not make reads `position_ids` of all keys, [B or 1, Skv]: engines of sequence parallelism gather
+    positions, but drop masks.
     """
     batch, _, q_len, _ = query.shape
     kv_len, window, bounds = key.shape[2], kwargs.get("sliding_window"), kwargs.get("cu_seq_lens_q")
@@ -114,7 +111,7 @@ def _separated_mask(
             f"sliding_window={window} on a layer that is not causal is not implemented; use attn_implementation='sdpa' "
             "for this model"
         )
-    marks = kwargs.get("position_ids") if causal else None
+    marks = kwargs.get("position_ids") if causal and hooked is None else None
     if marks is not None and marks.shape not in ((1, kv_len), (batch, kv_len)):
         marks = None
     by_bounds = bounds is not None and bounds.shape[0] > 2
@@ -128,8 +125,7 @@ def _separated_mask(
     def build() -> FlashMask:
         columns = _default_columns(query, kv_len, causal, window) if hooked is None else hooked.detach()
         if marks is not None:
-            real = None if hooked is None else columns[:, 0, 0] > 0
-            found = of_bounds(marks, kv_len) if by_bounds else of_positions(marks, real)
+            found = of_bounds(marks, kv_len) if by_bounds else of_positions(marks, None)
             end = (found.end + (q_len - kv_len)).clamp(min=0).to(torch.int32)
             columns = torch.minimum(columns, end[:, None, None])
             if not causal:

@@ -15,10 +15,6 @@ from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import VECTORS
 from flashmask_hf.torch_internals import device_assert, is_capturing, stream_of
 
-__all__ = [
-    "BOUNDS", "LayerMask", "cached_mask", "check_hook_result", "hidden_keys", "marked_rows", "mask_of_rows",
-]  # fmt: skip
-
 _CAPACITY = 64
 """Number of masks that are kept."""
 

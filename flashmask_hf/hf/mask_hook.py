@@ -32,8 +32,6 @@ from flashmask_hf.mask import FlashMask, MaskNotRepresentable
 from flashmask_hf.names import FLASHMASK, VECTORS
 from flashmask_hf.parallel.split import active_split
 
-__all__ = ["NUMBERS", "mask_hook"]
-
 NUMBERS = torch.int32
 """The dtype of a 2D mask that holds the number of each token's document, from 1 on; of padding negative, at first 0."""
 

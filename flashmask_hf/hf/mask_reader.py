@@ -32,8 +32,6 @@ from torch.overrides import TorchFunctionMode
 from flashmask_hf.hf.documents import UNBOUNDED, Documents, run_bounds
 from flashmask_hf.torch_internals import device_assert
 
-__all__ = ["Rows", "TraceContext", "trace"]
-
 
 def trace(mask_function: Callable[..., Any], context: TraceContext) -> Rows | None:
     """Return the queries that a function lets see each key, or None if it cannot be traced.

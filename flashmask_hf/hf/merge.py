@@ -16,8 +16,6 @@ from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import VECTORS
 from flashmask_hf.torch_internals import device_assert
 
-__all__ = ["check_form", "supplied_mask"]
-
 
 def check_form(vectors: Any, causal: bool, config: Any) -> None:
     """Check the dtype and bounds of mask indices, and that this config's model takes them."""

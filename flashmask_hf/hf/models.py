@@ -15,8 +15,6 @@ from transformers import PreTrainedModel
 
 from flashmask_hf.hf.families import family_of, missing_kernels, source_of
 
-__all__ = ["TOWERS", "ModelState", "is_compiled", "own_modules", "state_of", "unwrap_peft"]
-
 TOWERS: set[type] = set()
 """Config classes of the models with `has_segments` that were called."""
 

@@ -32,8 +32,6 @@ from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import FLASHMASK, HASH, NAMES, QK, VECTORS
 from flashmask_hf.sparse.hf import warn_of_unread_options
 
-__all__ = ["apply", "run_call"]
-
 
 def apply() -> None:
     """Apply every patch to the installed transformers."""

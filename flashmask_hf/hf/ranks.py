@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from flashmask_hf.hf.layer_mask import LayerMask, cached_mask, check_hook_result, hidden_keys
@@ -25,8 +24,6 @@ from flashmask_hf.parallel.exchange import (
 )
 from flashmask_hf.parallel.split import RowSplit, refuse_rope_by_length
 from flashmask_hf.torch_internals import device_assert, is_one_of
-
-__all__ = ["attend_in_parts", "vectors_of_local_heads"]
 
 
 def attend_in_parts(
@@ -57,6 +54,7 @@ def attend_in_parts(
         )
     if attention_mask is not None:
         _refuse_padding(attention_mask)
+    refuse_shard_of_heads(module, kwargs[VECTORS], query.shape[1])
     refuse_rope_by_length(getattr(module, "config", None))
     _check_positions(kwargs.get("position_ids"), split)
     kwargs = kwargs | {"position_ids": split.position_ids}
@@ -140,64 +138,17 @@ def _own_rows(whole: LayerMask, split: RowSplit) -> LayerMask:
     return cached_mask((whole.mask.indices, split.rows), ("own rows", split.group), build, per_forward=False)
 
 
-def vectors_of_local_heads(module: nn.Module, vectors: Tensor, heads: int, kv_heads: int) -> Tensor:
-    """Return the mask indices of the heads that this rank computes; without tensor parallelism, of all heads.
-
-    Every rank receives the indices of the whole model: it often has as many key-value heads as a rank has query heads.
+def refuse_shard_of_heads(module: nn.Module, indices: Any, heads: int) -> None:
+    """Raise if mask indices per head reach a layer that computes a shard of the heads, as under tensor parallelism.
 
     Args:
-        module: the attention layer. Sharded DTensors among its parameters mark tensor parallelism.
-        vectors: int32 [B, 1 or Hkv or Hq, S, n], of the whole model.
+        module: the attention layer.
+        indices: mask indices, marked rows or None.
         heads: number of query heads that this rank computes.
-        kv_heads: number of key-value heads that it computes.
-
-    Raises:
-        ValueError: under tensor parallelism, the head count differs from the whole model's.
-        NotImplementedError: which heads this rank computes is unknown.
     """
-    shard = None if vectors.shape[1] == 1 else _shard_of(module)
-    if shard is None:
-        return vectors
-    rank, size = shard
-    whole = getattr(getattr(module, "config", None), "num_attention_heads", None)
-    if whole == heads:  # projections are sharded, but their outputs are gathered
-        return vectors
-    if whole != heads * size:
+    whole = getattr(getattr(module, "config", None), "num_attention_heads", heads)
+    if isinstance(indices, Tensor) and indices.dim() == 4 and indices.shape[1] > 1 and whole != heads:
         raise NotImplementedError(
-            f"{VECTORS} per head: of {whole} query heads (num_attention_heads of the layer's config), this process "
-            f"computes {heads}, which is not the part of one of {size} processes of tensor parallelism; pass vectors "
-            "that all heads share, [B, 1, S, n], or leave tensor parallelism or the split of rows out"
+            f"{VECTORS} per head are not implemented in a layer that computes {heads} of {whole} query heads, as under "
+            "tensor parallelism; pass mask indices that all heads share, [B, 1, S, n]"
         )
-    count = vectors.shape[1]
-    if not is_one_of(count, kv_heads * size, heads * size):
-        raise ValueError(
-            f"{VECTORS} has {count} heads; under tensor parallelism pass the whole model's mask indices, with 1, "
-            f"Hkv = {kv_heads * size} or Hq = {whole} heads, from which each rank selects its own"
-        )
-    width = count // size
-    return cached_mask(
-        (vectors,),
-        ("tensor parallel", rank, size),
-        lambda: vectors.narrow(1, rank * width, width).clone(),
-        per_forward=False,
-    )
-
-
-def _shard_of(module: nn.Module) -> tuple[int, int] | None:
-    """Return this rank and the number of ranks that shard a layer's parameters, or None."""
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return None
-    from torch.distributed.tensor import DTensor  # slow to import, and missing in builds without processes
-
-    for parameter in module.parameters():
-        if isinstance(parameter, DTensor):
-            mesh = parameter.device_mesh
-            dims = [i for i, x in enumerate(parameter.placements) if not x.is_replicate() and mesh.size(i) > 1]
-            if len(dims) > 1:
-                raise NotImplementedError(
-                    f"{VECTORS} per head: a parameter of the layer is sharded over {len(dims)} dimensions of a mesh, "
-                    "which do not identify its heads; pass vectors that all heads share, [B, 1, S, n]"
-                )
-            if dims:
-                return mesh.get_local_rank(dims[0]), mesh.size(dims[0])
-    return None

@@ -14,8 +14,6 @@ from flashmask_hf.hf.mask_hook import mask_hook
 from flashmask_hf.names import FLASHMASK, HASH, QK
 from flashmask_hf.sparse.hf import hash_attention_forward, qk_attention_forward
 
-__all__ = ["register"]
-
 
 def register() -> None:
     """Register every attention implementation of the package; the body of `flashmask_hf.register`.

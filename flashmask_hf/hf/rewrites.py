@@ -12,8 +12,6 @@ from flashmask_hf.hf.checks.recurrent import add_boundaries, has_documents
 from flashmask_hf.hf.rules import Rule, applicable, rule
 from flashmask_hf.names import FLASHMASK, PACKED_IDS, PACKED_POSITIONS, VECTORS
 
-__all__ = ["REWRITES", "require_flashmask", "rewrite"]
-
 REWRITES: list[Rule] = []
 
 

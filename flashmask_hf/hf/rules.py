@@ -13,8 +13,6 @@ from flashmask_hf.hf.call import Call
 from flashmask_hf.names import VECTORS
 from flashmask_hf.torch_internals import device_assert
 
-__all__ = ["Rule", "Verdict", "applicable", "require", "rule", "text_attention"]
-
 Verdict: TypeAlias = tuple[Tensor | bool | None, str]
 """Whether a call keeps a rule, None if there is nothing to check; and the error's text, at most 200 characters.
 

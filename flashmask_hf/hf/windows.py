@@ -18,8 +18,6 @@ from flashmask_hf.mask import FlashMask, MaskNotRepresentable
 from flashmask_hf.names import VECTORS
 from flashmask_hf.torch_internals import device_assert, is_capturing
 
-__all__ = ["apply_window"]
-
 _MAX_PAIRS = 2**22
 """Number of pairs of a visible piece and a run of positions compared at a time."""
 

@@ -2,7 +2,6 @@
 
 import collections
 import gc
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from flashmask_hf import masks
 from flashmask_hf._call import operators
-from flashmask_hf.hf import late, layer_mask, merge, ranks
+from flashmask_hf.hf import late, layer_mask, merge
 from flashmask_hf.hf.attention import attention_forward
 from flashmask_hf.hf.mask_hook import mask_hook
 from flashmask_hf.long_rows.checkpointing import enable_checkpointing
@@ -203,26 +202,6 @@ def test_vectors_changed_in_inference_mode_are_read_again(cache):
             for x in (places, places.clone())
         )
         assert torch.equal(got, want)
-    assert not cache
-
-
-@pytest.mark.parametrize("inference", [False, True])
-def test_layers_share_the_vectors_of_the_heads_that_a_process_computes(cache, monkeypatch, inference):
-    """Under tensor parallelism. They follow changes in place, and do not keep the vectors of all heads."""
-    monkeypatch.setattr(ranks, "_shard_of", lambda module: (1, 2))
-    module = torch.nn.Module()
-    module.config = SimpleNamespace(num_attention_heads=4)
-    with torch.inference_mode(inference):
-        vectors = torch.arange(4 * 8, dtype=torch.int32).view(1, 4, 8, 1).clone()
-        first, second = (ranks.vectors_of_local_heads(module, vectors, 2, 1) for _ in range(2))
-        assert torch.equal(first, vectors[:, 2:])
-        assert (first is second) is not inference  # tensors made there do not count their changes
-        vectors.mul_(2)
-        changed = ranks.vectors_of_local_heads(module, vectors, 2, 1)
-        assert torch.equal(changed, vectors[:, 2:])
-    assert len(cache) == (0 if inference else 1)
-    del vectors
-    gc.collect()
     assert not cache
 
 

@@ -10,17 +10,13 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from tools.tiny import VOCAB, llama_config
-from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, MistralConfig
 from transformers.distributed import DistributedConfig
 
 import flashmask_hf
 from flashmask_hf import FlashMask, masks
 from flashmask_hf.collators import DataCollatorForPackedLanguageModeling, DataCollatorForTrees, tree_loss
-from flashmask_hf.hf.ranks import vectors_of_local_heads
 from flashmask_hf.long_rows.checkpointing import enable_checkpointing
 from flashmask_hf.parallel import contiguous_rows, sequence_parallel, split_rows
 
@@ -328,40 +324,23 @@ def tensor_parallel(
 
 
 def refused_vectors_per_head(group: Any) -> dict[str, Any]:
-    """Return the messages of vectors per head that do not fit tensor parallelism, and whether whole heads keep them.
-
-    Four processes also check which vectors a layer takes that is replicated over one dimension of a mesh.
-    """
-    size = group.size()
+    """Return the messages of vectors per head under tensor parallelism."""
     model = tensor_parallel_model(group, model_of("llama", 8, 4))
-    layer, vectors = model.model.layers[0].self_attn, vectors_per_head(8)["startend_row_indices"]
-    twice = nn.Linear(8, 8, bias=False)
-    if size == 4:
-        mesh = init_device_mesh("cpu", (2, 2, 1))
-        twice.weight = nn.Parameter(distribute_tensor(twice.weight.detach(), mesh, [Shard(0), Shard(0), Replicate()]))
-        shared = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
-        shared.config = model.config
-        for part, placements in zip(shared, ([Replicate()] * 3, [Replicate(), Shard(0), Shard(0)]), strict=True):
-            part.weight = nn.Parameter(distribute_tensor(part.weight.detach(), mesh, placements))
-        own = slice(4 * (group.rank() % 2), 4 * (group.rank() % 2) + 4)
-        assert torch.equal(vectors_of_local_heads(shared, vectors, 4, 2), vectors[:, own])
-    batch = vectors_per_head(4 // size)  # those of one process's key-value heads, were they taken as such
+    local = vectors_per_head(4 // group.size())  # those of one process's key-value heads, were they taken as such
     whole = vectors_per_head(4)  # as many as query heads of one process
-    rows = rows_of(whole, size, "contiguous")
+    rows = rows_of(whole, group.size(), "contiguous")
 
     def in_parts() -> None:
         with sequence_parallel(group, rows, whole["position_ids"], exchange="heads") as split:
             loss_of(model, split.shard(whole), 1)
 
-    wrong: dict[str, Callable[[], Any]] = {
-        "local vectors": lambda: model(**batch, use_cache=False),
-        "split rows": in_parts,
-        "unknown heads": lambda: vectors_of_local_heads(layer, vectors, 3, 3),
-        "two dimensions": lambda: vectors_of_local_heads(twice, vectors, 8 // size, 4 // size),
-    }
-    return messages_of({name: run for name, run in wrong.items() if size == (4 if name == "two dimensions" else 2)}) | {
-        "gathered": vectors_of_local_heads(layer, vectors, 8, 4) is vectors
-    }
+    return messages_of(
+        {
+            "local": lambda: model(**local, use_cache=False),
+            "whole": lambda: model(**whole, use_cache=False),
+            "split rows": in_parts,
+        }
+    )
 
 
 def messages_of(wrong: dict[str, Callable[[], Any]]) -> dict[str, Any]:
@@ -522,8 +501,6 @@ CASES: dict[str, Callable[[Any], dict[str, Any]]] = {
     ),
     "tensor parallel": tensor_parallel(),
     "tensor parallel, trees in a window": tensor_parallel("mistral", trees),
-    "tensor parallel, vectors per head": tensor_parallel(batch=lambda: vectors_per_head(8)),
-    "tensor parallel, vectors per key-value head": tensor_parallel(batch=lambda: vectors_per_head(4)),
     "tensor parallel refusals": refused_vectors_per_head,
     "two layouts": two_layouts,
     "compiled": compiled,

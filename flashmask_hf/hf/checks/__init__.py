@@ -6,8 +6,6 @@ from flashmask_hf.hf.call import Call
 from flashmask_hf.hf.checks import ignored, mixed, positions, recurrent, trees
 from flashmask_hf.hf.rules import applicable, require
 
-__all__ = ["CHECKS", "run_checks"]
-
 _OF_PARTS = [*recurrent.CHECKS, *positions.CHECKS]
 _BEFORE = [*ignored.CHECKS, *trees.CHECKS, *mixed.CHECKS, *_OF_PARTS]
 

@@ -21,8 +21,6 @@ from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import NAMES, PACKED_IDS, VECTORS
 from flashmask_hf.torch_internals import is_split_by_torch
 
-__all__ = ["AFTER", "CHECKS", "every_layer", "hides_more", "marks_documents"]
-
 CHECKS: list[Rule] = []
 AFTER: list[Rule] = []
 """Checks that follow a call, and ask what was read in it."""

@@ -14,8 +14,6 @@ from flashmask_hf.hf.checks.trees import has_one_document
 from flashmask_hf.hf.rules import Rule, Verdict, rule
 from flashmask_hf.names import PACKED_IDS
 
-__all__ = ["CHECKS"]
-
 CHECKS: list[Rule] = []
 
 _HEADS_OF_ROWS = ("ForSequenceClassification", "ForQuestionAnswering")

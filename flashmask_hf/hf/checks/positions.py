@@ -18,8 +18,6 @@ from flashmask_hf.hf.rules import Rule, Verdict, rule
 from flashmask_hf.intervals import outer_rows
 from flashmask_hf.names import VECTORS
 
-__all__ = ["CHECKS", "count_from_first", "counts_from_later"]
-
 CHECKS: list[Rule] = []
 
 

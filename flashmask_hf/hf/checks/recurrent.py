@@ -18,8 +18,6 @@ from flashmask_hf.hf.models import state_of
 from flashmask_hf.hf.rules import Rule, Verdict, rule
 from flashmask_hf.names import VECTORS
 
-__all__ = ["CHECKS", "add_boundaries", "has_documents", "is_guarded"]
-
 CHECKS: list[Rule] = []
 
 _JOINS = "the model has recurrent or convolutional layers, which carry tokens from one document into the next"

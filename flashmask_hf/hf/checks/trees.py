@@ -19,8 +19,6 @@ from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import IGNORED, PACKED_IDS, VECTORS
 from flashmask_hf.torch_internals import device_assert
 
-__all__ = ["CHECKS", "check_tree_positions", "has_one_document", "mask_of"]
-
 CHECKS: list[Rule] = []
 
 

@@ -19,8 +19,6 @@ from flashmask_hf.hf.models import is_compiled, state_of, unwrap_peft
 from flashmask_hf.hf.rewrites import require_flashmask
 from flashmask_hf.names import PACKED_INDEX, VECTORS
 
-__all__ = ["check_compiled", "check_layers", "drop_padding_from_router_logits", "run_packed"]
-
 _checked: weakref.WeakSet[Any] = weakref.WeakSet()
 """Compiled models every layer of which receives the mask."""
 

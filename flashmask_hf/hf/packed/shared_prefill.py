@@ -21,8 +21,6 @@ from transformers.cache_utils import CacheLayerMixin
 from flashmask_hf.hf.call import cache_of
 from flashmask_hf.hf.models import unwrap_peft
 
-__all__ = ["shared_prefill"]
-
 _PER_ROW = ("input_ids", "attention_mask", "position_ids")
 """Keywords of a forward that have a row for each sequence; any other tensor keeps the prefill as it is."""
 
