@@ -94,7 +94,12 @@ def mask_hook(
     elif call is not None and call.indices is None and same_tokens:
         documents = call.documents
     documents = None if documents is None else documents.to(key_positions.device)
-    context = TraceContext(batch_size, key_positions, documents)
+    indices = None if call is None else call.indices
+    is_replaced = isinstance(indices, Tensor) and indices.dim() == 4 and indices.shape[3] > 1
+    nodes = documents
+    if same_tokens and isinstance(indices, Tensor) and indices.shape[2:] == (q_length, 1):
+        nodes = of_numbers(indices[:, 0, :, 0].to(key_positions.device))  # tokens seen up to the same row
+    context = TraceContext(batch_size, key_positions, nodes, attention_mask, is_replaced)
     visible = trace(mask_function, context)
     span = None if visible is None else visible.span()
     if call is not None and call.get("encoder_hidden_states") is not None and (span is None or span[0] != 0):

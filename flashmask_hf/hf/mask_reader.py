@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from flashmask_hf.hf.documents import UNBOUNDED, Documents, run_bounds
@@ -45,7 +45,7 @@ def trace(mask_function: Callable[..., Any], context: TraceContext) -> Rows | No
             visible = mask_function(*symbols).rows()
     except Exception:  # the function expects tensors, so symbols may fail in any way
         return None
-    for holds in context.contiguous:
+    for holds in () if context.is_replaced else context.contiguous:
         device_assert(
             holds,
             "tokens of one block (equal block_sequence_ids) are not next to each other, which the mask's columns "
@@ -61,13 +61,18 @@ class TraceContext:
     Attributes:
         batch_size: number of batch entries, B.
         key_positions: int64 [Skv].
-        documents: documents of the keys, whose first token chunks count from, or None.
+        documents: documents of the keys, or None. Chunks count from their first token, and equal ids of blocks in two
+            documents are of two blocks.
+        real: the 2D mask, bool [B, up to S], or None. Padding belongs to no block.
+        is_replaced: whether mask indices take the place of all blocks, which then may be anywhere.
         contiguous: bool [], whether tokens of each block are contiguous.
     """
 
     batch_size: int
     key_positions: Tensor
     documents: Documents | None = None
+    real: Tensor | None = None
+    is_replaced: bool = False
     contiguous: list[Tensor] = field(default_factory=list)
 
 
@@ -280,10 +285,16 @@ class _Block(_Symbol):
         if self.of != "blocks":
             raise _Untraceable
         ids, key = self.ids, self.context.key_positions
-        start, end = run_bounds(ids[:, 1:] == ids[:, :-1])
-        row = torch.arange(ids.shape[-1], device=ids.device)
-        firsts = torch.where((start == row) & (ids >= 0), ids, -1 - row).sort(-1).values
-        self.context.contiguous.append((firsts[:, 1:] != firsts[:, :-1]).all())
+        documents, real, length = self.context.documents, self.context.real, ids.shape[-1]
+        number = torch.zeros_like(ids) if documents is None else documents.numbers().expand_as(ids)
+        joined = ids.diff() == 0
+        start, end = run_bounds(joined)
+        row = torch.arange(length, device=ids.device)
+        first = nn.functional.pad(~joined | (number.diff() != 0), (1, 0), value=True) & (ids >= 0)
+        if real is not None:
+            first = first & nn.functional.pad(real, (0, max(0, length - real.shape[-1])))[:, :length].to(torch.bool)
+        block, order = torch.where(first, ids, -1 - row).sort(stable=True, dim=-1)
+        self.context.contiguous.append(((block.diff() != 0) | (number.gather(-1, order).diff() != 0)).all())
         start, end = torch.where(ids >= 0, start, UNBOUNDED), torch.where(ids >= 0, end, -UNBOUNDED)
         return Rows(self.context, start=start[:, key], end=end[:, key])
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flashmask_hf.hf.checks.trees import check_tree_positions
+from flashmask_hf.hf.documents import run_bounds
 from flashmask_hf.hf.layer_mask import LayerMask, cached_mask, hidden_keys
 from flashmask_hf.hf.windows import apply_window
 from flashmask_hf.intervals import hide_keys
@@ -47,8 +48,9 @@ def supplied_mask(
 ) -> Any:
     """Return the mask of the caller's mask indices `vectors`, in a window of `window` positions.
 
-    Of the hook's mask indices `hooked` only padding counts: keys hidden from every query row. On a bidirectional layer
-    the window has two sides, as in FlashAttention. `form` turns the mask into what is returned and cached.
+    Of the hook's mask indices `hooked` padding counts (keys hidden from every query row), and blocks: with n = 1 they
+    see themselves whole within their document, and they cross the window where the model lets them. On a bidirectional
+    layer the window has two sides, as in FlashAttention. `form` turns the mask into what is returned and cached.
     """
     if window is not None and position_ids is not None and position_ids.dim() != 2:
         raise NotImplementedError(
@@ -73,27 +75,61 @@ def supplied_mask(
                 f"{VECTORS} with n = 2 on a causal layer are LTS, LTE, but a column has LTS > LTE; pass a mask that "
                 "is not causal as mask.bidirectional().indices (n = 4), an empty interval as start == end",
             )
-        if causal and hooked is not None and hooked.shape[2] == 4:
-            _refuse_blocks(hooked)
         mask = FlashMask(vectors.detach() if hooked is None else _hide_padding(vectors, hooked, causal), causal)
         check_tree_positions(mask, position_ids)
-        cut = LayerMask(mask) if window is None else apply_window(mask, window, position_ids, two_sided=two_sided)
-        return form(cut)
+        blocks = None
+        if hooked is not None and hooked.shape[2] == 4 and not two_sided:
+            mask, blocks = _add_blocks(mask, hooked.detach(), torch.compiler.is_compiling() and window is not None)
+        if window is None:
+            return form(LayerMask(mask))
+        return form(apply_window(mask, window, position_ids, two_sided=two_sided, blocks=blocks))
 
     sources = tuple(x for x in (vectors, hooked, position_ids) if x is not None)
     variant = ("supplied", causal, window, two_sided, form)
     return cached_mask(sources, variant, build, per_forward=hooked is not None)
 
 
-def _refuse_blocks(hooked: Tensor) -> None:
-    """Assert that the hook's columns [B, 1, 4, S] show no key to earlier rows, which causal vectors would hide."""
-    row = torch.arange(hooked.shape[3], device=hooked.device)
-    pieces = FlashMask(hooked.detach().transpose(2, 3), causal=False).visible_intervals(hooked.shape[3])
+def _add_blocks(mask: FlashMask, hooked: Tensor, keep_causal: bool) -> tuple[FlashMask, Tensor]:
+    """Return a mask whose keys are also seen by earlier tokens of their block, and the last rows that see each key.
+
+    A causal mask of one bound shows each key to later rows of its document or subtree; the hook shows it to earlier
+    rows of its block. A block that goes on in the next document, as images next to each other, is cut there.
+
+    Args:
+        mask: mask of a whole row, Sq = Skv = S. Only n = 1 is changed.
+        hooked: columns LTS, LTE, UTS, UTE, int32 [B or 1, 1, 4, S].
+        keep_causal: whether to refuse blocks and leave the mask causal.
+
+    Returns:
+        The mask, and int32 [B or 1, 1, S], one past the last row of a block or window.
+
+    Raises:
+        RuntimeError: the mask hides tokens of a block from each other within a document (a device-side check).
+    """
+    length = mask.kv_len
+    row = torch.arange(length, device=hooked.device, dtype=torch.int32)
+    last, until, since, first = hooked.unbind(2)
+    is_traced = (until >= length) & (since <= 0)  # each key is seen by the rows first..last
+    limit = torch.where(is_traced, last, 0)
+    if not mask.causal:
+        return mask, limit
+    pieces = FlashMask(hooked.transpose(2, 3), causal=False).visible_intervals(length)
+    earlier = torch.stack([(start < end) & (start < row) for start, end in pieces]).any(0)
+    start = row
+    if mask.indices.shape[-1] == 1 and not keep_causal:
+        ends = mask.indices[..., 0]
+        subtree = run_bounds(ends[..., 1:] == ends[..., :-1])[0].to(torch.int32)
+        start = torch.where(is_traced, torch.maximum(first, subtree), row)
+        before = ends.gather(-1, (start.expand_as(ends) - 1).clamp(min=0).long())
+        earlier = earlier & (start > first) & (before > start)
+        columns = torch.broadcast_tensors(ends, torch.full_like(row, length), torch.zeros_like(row), start)
+        mask = FlashMask(torch.stack(columns, -1).contiguous(), causal=False)
     device_assert(
-        ~torch.stack([(start < end) & (start < row) for start, end in pieces]).any(),
+        ~earlier.any(),
         f"causal {VECTORS} hide tokens of a block (an image) that the model shows each other; pass "
         "position_ids that start again at 0 with each document, or n = 4 columns that show the blocks",
     )
+    return mask, limit
 
 
 def _hide_padding(vectors: Tensor, hooked: Tensor, causal: bool) -> Tensor:

@@ -22,7 +22,9 @@ _MAX_PAIRS = 2**22
 """Number of pairs of a visible piece and a run of positions compared at a time."""
 
 
-def apply_window(mask: FlashMask, window: int, position_ids: Tensor | None, *, two_sided: bool) -> LayerMask:
+def apply_window(
+    mask: FlashMask, window: int, position_ids: Tensor | None, *, two_sided: bool, blocks: Tensor | None = None
+) -> LayerMask:
     """Return `mask` less what lies outside of the window.
 
     With positions the host waits for the device, except while compiling or capturing a CUDA graph.
@@ -32,16 +34,17 @@ def apply_window(mask: FlashMask, window: int, position_ids: Tensor | None, *, t
         window: query i sees key j only if position i - position j < window.
         position_ids: int [B or 1, S]; None are the rows 0..S-1.
         two_sided: whether also position j - position i < window must hold.
+        blocks: int32 [B or 1, 1, S], the end of each key's block where that is later than the window's; or None.
 
     Raises:
-        NotImplementedError: a key needs several columns, and `mask` has more than one head; or, while compiling, the
-            window has two sides or the mask more than the one column LTS.
+        NotImplementedError: a key needs several columns, and `mask` has more than one head, or blocks cross
+            the window; or, while compiling, the window has two sides or the mask more than the one column LTS.
         RuntimeError: a key needs several columns while compiling (a device-side check).
     """
     length = mask.kv_len
     row = torch.arange(length, device=mask.device, dtype=torch.int32)
     reach = min(window, UNBOUNDED)
-    limit = (row + reach).clamp(max=length)
+    limit = (row + reach if blocks is None else torch.maximum(row + reach, blocks)).clamp(max=length)
     if torch.compiler.is_compiling() or is_capturing(mask.indices):
         if two_sided or mask.indices.shape[-1] > 1:
             raise NotImplementedError(
@@ -63,14 +66,15 @@ def apply_window(mask: FlashMask, window: int, position_ids: Tensor | None, *, t
         if not exceeded:
             return LayerMask(mask)
         if not by_row:
-            return _column_per_piece(mask, reach, position_ids, two_sided)
+            return _column_per_piece(mask, reach, position_ids, two_sided, blocks)
     if mask.indices.shape[-1] == 1:
         return LayerMask(_hide_from(mask, limit))
     first = (row - reach + 1).clamp(min=0) if two_sided else torch.zeros_like(row)
     try:
-        return LayerMask(mask & FlashMask(torch.stack([limit, first], -1)[None, None], causal=False))
+        near = torch.stack([limit, first.expand_as(limit)], -1)
+        return LayerMask(mask & FlashMask(near.view(-1, 1, length, 2), causal=False))
     except MaskNotRepresentable:
-        return _column_per_piece(mask, reach, row[None], two_sided)
+        return _column_per_piece(mask, reach, row[None], two_sided, blocks)
 
 
 def _exceed_window(position_ids: Tensor, window: int) -> Tensor:
@@ -80,8 +84,8 @@ def _exceed_window(position_ids: Tensor, window: int) -> Tensor:
 
 
 def _hide_from(mask: FlashMask, limit: Tensor) -> FlashMask:
-    """Return a mask of n = 1 column less the rows from `limit` [S] on."""
-    return FlashMask(torch.minimum(mask.indices, limit[:, None]), causal=True)
+    """Return a mask of n = 1 column less the rows from `limit`, [S] or [B or 1, 1, S], on."""
+    return FlashMask(torch.minimum(mask.indices, limit[..., None]), causal=True)
 
 
 def _rows_measure(mask: FlashMask, position_ids: Tensor, window: int, two_sided: bool) -> Tensor:
@@ -97,8 +101,16 @@ def _rows_measure(mask: FlashMask, position_ids: Tensor, window: int, two_sided:
     return (fits & (first >= run_start[:, None])).all()
 
 
-def _column_per_piece(mask: FlashMask, window: int, position_ids: Tensor, two_sided: bool) -> LayerMask:
+def _column_per_piece(
+    mask: FlashMask, window: int, position_ids: Tensor, two_sided: bool, blocks: Tensor | None
+) -> LayerMask:
     """Return the mask in the window with one column per run of rows that see a key."""
+    row = torch.arange(mask.kv_len, device=mask.device)
+    if blocks is not None and bool((blocks > row + window).any()):
+        raise NotImplementedError(
+            f"sliding_window={window} and {VECTORS} of trees are not implemented where tokens of an image see each "
+            "other beyond the window; pass one path per row, or no images"
+        )
     batch, heads, length, _ = mask.indices.shape
     if heads > 1:
         raise NotImplementedError(

@@ -1,0 +1,166 @@
+"""Packed rows with images whose tokens see each other: every document is as alone, by positions and by mask indices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tools.vision import IMAGE, document, tiny_model
+from torch import Tensor
+
+from flashmask_hf import masks
+
+GEMMA2 = dict(model_type="gemma2", sliding_window=3, layer_types=["sliding_attention", "full_attention"])
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3": ("gemma3", dict(sliding_window=3)),
+    "gemma4": ("gemma4", dict(sliding_window=3)),
+    "paligemma": ("paligemma", {}),
+    "paligemma2": ("paligemma", GEMMA2),
+}
+"""Kinds of models, with windows shorter than an image of 4 tokens."""
+BOUND = 1e-12
+"""Largest error of logits in float64, relative to the largest logit."""
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def in_float64(monkeypatch):
+    """Keep norms and softmax of the models, which they compute in float32, in float64."""
+    softmax = torch.nn.functional.softmax
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    monkeypatch.setattr(torch.nn.functional, "softmax", lambda x, dim, dtype=None: softmax(x, dim))
+
+
+def documents_of(kind: str) -> list[dict[str, Tensor]]:
+    """Return documents with images, with none, that end with an image, and that begin with one."""
+    if kind == "paligemma":  # images come first; without words after it all of a document is its prefix
+        sizes = [([(1, 1)], 4, 2), ([(1, 1)], 0, 3), ([(1, 1)], 3, 0), ([(1, 1)], 0, 5)]
+    else:
+        one = [(1, 1)]
+        sizes = [(one, 5, 2), ([], 6, 2), (one * 2, 0, 1), (one, 3, 0), (one * 2, 9, 0)]
+    documents = [document(kind, images, tail, first=first) for images, tail, first in sizes]
+    for index, own in enumerate(documents):
+        own.pop("labels")
+        own["position_ids"] = torch.arange(own["input_ids"].shape[1])[None]  # PaliGemma would count from 1
+        if kind == "paligemma" and index % 2:
+            own["token_type_ids"] = torch.zeros_like(own["token_type_ids"])
+    return documents
+
+
+def row_of(documents: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the documents in one row, whose positions start again."""
+    names = dict.fromkeys(name for own in documents for name in own)
+    tokens = ("input_ids", "position_ids", "token_type_ids", "mm_token_type_ids")
+    return {name: torch.cat([own[name] for own in documents if name in own], int(name in tokens)) for name in names}
+
+
+def spans_of(kind: str, documents: list[dict[str, Tensor]]) -> list[tuple[int, int]]:
+    """Return the images of a row of documents, or with PaliGemma their prefixes, as `masks.blocks` takes them."""
+    spans, start = [], 0
+    for own in documents:
+        inside = own["token_type_ids"] == 0 if kind == "paligemma" else own["input_ids"] == IMAGE
+        edges = torch.nn.functional.pad(inside[0].int(), (1, 1)).diff().nonzero()[:, 0].view(-1, 2) + start
+        spans += [tuple(edge) for edge in edges.tolist()]
+        start += inside.shape[1]
+    return spans
+
+
+def indices_of(form: str, kind: str, documents: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the mask indices of a row in one of three forms: none, of documents, or of documents and blocks."""
+    lengths = [own["input_ids"].shape[1] for own in documents]
+    if form == "positions":
+        return {}
+    mask = masks.causal_document(lengths)
+    if form == "blocks":
+        mask = masks.blocks(lengths, spans_of(kind, documents)).bidirectional()
+    return {"startend_row_indices": mask.indices}
+
+
+def logits_and_gradients(model: Any, batches: list[dict[str, Tensor]]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the joined logits and the gradient of every parameter."""
+    model.zero_grad()
+    logits = torch.cat([model(**batch, use_cache=False).logits for batch in batches], 1)
+    (
+        logits * torch.randn(logits.shape, generator=torch.Generator().manual_seed(0), dtype=logits.dtype)
+    ).sum().backward()
+    return logits.detach(), {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
+
+
+def assert_equal(got: tuple[Tensor, dict[str, Tensor]], want: tuple[Tensor, dict[str, Tensor]]) -> None:
+    assert (got[0] - want[0]).abs().max() <= BOUND * want[0].abs().max()
+    assert got[1].keys() == want[1].keys()
+    largest = max(x.abs().max() for x in want[1].values())
+    for name, x in want[1].items():
+        assert (got[1][name] - x).abs().max() <= BOUND * largest, name
+
+
+FORMS = [(name, form) for name in MODELS for form in ("positions", "documents", "blocks")]
+FORMS.remove(("gemma4", "blocks"))  # such indices are for every layer, but images are whole in its sliding layers alone
+
+
+@pytest.mark.parametrize(("name", "form"), FORMS)
+def test_documents_of_a_row_are_as_alone(name, form):
+    """transformers itself says which images cross a window, in the installed version: "eager" runs each document."""
+    kind, text = MODELS[name]
+    documents = documents_of(kind)
+    model = tiny_model(kind, "eager", **text)
+    alone = logits_and_gradients(model, documents)
+    model.set_attn_implementation({"text_config": "flashmask", "vision_config": "sdpa"})
+    row = row_of(documents) | indices_of(form, kind, documents)
+    assert_equal(logits_and_gradients(model, [row]), alone)
+
+
+@pytest.mark.parametrize("name", [*MODELS])
+def test_answers_of_a_shared_prompt_with_an_image_are_as_alone(name):
+    """Mask indices of shared questions are causal, and images stay whole."""
+    kind, text = MODELS[name]
+    prompt = documents_of(kind)[0]
+    length, answers = prompt["input_ids"].shape[1], [[7, 8, 9, 10, 11], [12, 13, 14]]
+    types = "mm_token_type_ids" if kind == "gemma4" else "token_type_ids"
+
+    def continued(answer: list[int], positions: list[int]) -> dict[str, Tensor]:
+        end = {"input_ids": answer, "position_ids": positions, types: [int(kind == "paligemma")] * len(answer)}
+        return prompt | {key: torch.cat([prompt[key], torch.tensor([x])], 1) for key, x in end.items()}
+
+    depths = [[*range(length, length + len(answer))] for answer in answers]
+    model = tiny_model(kind, "eager", **text)
+    alone = [model(**continued(*pair), use_cache=False).logits for pair in zip(answers, depths, strict=True)]
+    model.set_attn_implementation({"text_config": "flashmask", "vision_config": "sdpa"})
+    indices = masks.share_question([(length, [len(answer) for answer in answers])]).indices
+    row = continued([*answers[0], *answers[1]], [*depths[0], *depths[1]])
+    if name == "paligemma2":
+        with pytest.raises(NotImplementedError, match=r"trees are not implemented where tokens of an image see each"):
+            model(**row, startend_row_indices=indices, use_cache=False)
+        return
+    logits = model(**row, startend_row_indices=indices, use_cache=False).logits
+    want = torch.cat([alone[0], alone[1][:, length:]], 1)
+    assert (logits - want).abs().max() <= BOUND * want.abs().max()
+
+
+def test_padding_on_the_right_is_no_prefix_of_paligemma():
+    """Padding has token type 0, too."""
+    own = documents_of("paligemma")[0]
+    model, padded = tiny_model("paligemma", "eager"), dict(own)
+    want = model(**own).logits
+    for key, filler in (("input_ids", 0), ("token_type_ids", 0), ("position_ids", 0)):
+        padded[key] = torch.nn.functional.pad(own[key], (0, 3), value=filler)
+    padded["attention_mask"] = torch.nn.functional.pad(torch.ones_like(own["input_ids"]), (0, 3))
+    model.set_attn_implementation({"text_config": "flashmask", "vision_config": "sdpa"})
+    assert (model(**padded).logits[:, :-3] - want).abs().max() <= BOUND * want.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("mask", "positions"),
+    [
+        (masks.sliding_window(13, 2), [*range(13)]),
+        (masks.share_question([(5, [3, 5])]), [*range(8), *range(5, 10)]),
+    ],
+    ids=["window", "answer"],
+)
+def test_mask_indices_that_part_an_image_are_refused(mask, positions):
+    own = documents_of("gemma3")[0] | {"position_ids": torch.tensor([positions])}
+    model = tiny_model("gemma3", {"text_config": "flashmask", "vision_config": "sdpa"})
+    with pytest.raises(RuntimeError, match="hide tokens of a block"):
+        model(**own, startend_row_indices=mask.indices, use_cache=False)
