@@ -38,7 +38,7 @@ class RopeIndex:
                 f"model_class must have get_rope_index, got {model_class.__name__}, whose tokens have one position "
                 "each. Leave rope_index out."
             )
-        self._model = model_class.__new__(model_class)
+        self._model: Any = model_class.__new__(model_class)
         nn.Module.__init__(self._model)
         for name, value in {**attributes, "config": config}.items():
             setattr(self._model, name, value)

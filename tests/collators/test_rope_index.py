@@ -48,8 +48,8 @@ def document_of(family, model, sides):
     """Return a document with images of these sides in tokens, and words around them."""
     vision = getattr(model.config, "vision_config", None)
     merge = {"glm_image": 1, "minicpmv4_7": 4}.get(family, getattr(vision, "spatial_merge_size", 1))
-    breaks = family == "hunyuan_vl"  # a token ends each row of an image
-    blocks = [x for h, w in sides for x in (8, START, *[IMAGE] * (h * (w + breaks)), END)]
+    breaks = family == "hunyuan_vl"  # a token ends each row of an image, and one is at each end
+    blocks = [x for h, w in sides for x in (8, START, *[IMAGE] * (h * (w + breaks) + 2 * breaks), END)]
     ids = torch.tensor([[5, 6, 7, *blocks, 9]])
     document = {"input_ids": ids, "mm_token_type_ids": (ids == IMAGE).long()}
     if sides:
