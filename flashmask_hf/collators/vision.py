@@ -15,7 +15,7 @@ from flashmask_hf.collators.documents import padded
 from flashmask_hf.collators.forest import Forest
 from flashmask_hf.collators.packing import PackingCollator
 from flashmask_hf.collators.rope_index import RopeIndex
-from flashmask_hf.names import IGNORED, VECTORS
+from flashmask_hf.names import IGNORED
 
 _TYPES = ("token_type_ids", "mm_token_type_ids")
 """Keys with a type per token. Models with blocks of tokens that see each other find the blocks there."""
@@ -47,8 +47,7 @@ class DataCollatorForPackedVisionLanguageModeling(PackingCollator):
     `{"examples": [...]}` is a row packed ahead, whose examples stay together.
 
     Models with positions along axes (all of Qwen-VL and GLM-V) need a `rope_index`. Models in which the tokens of an
-    image see each other (Gemma 3 and 4, PaliGemma) get no mask indices: they find documents in `position_ids`, and
-    images in `token_type_ids`.
+    image see each other (Gemma 3 and 4, PaliGemma) find the images in the types of tokens.
 
     `flashmask_hf.collators` describes `max_length`, `pad_to_multiple_of` and `max_position_embeddings`.
 
@@ -62,8 +61,8 @@ class DataCollatorForPackedVisionLanguageModeling(PackingCollator):
     Returns:
         dict[str, Tensor]: `input_ids` and `labels`, int64 [rows, S]; `position_ids`, int64 [rows, S], or with a
         `rope_index` [4, rows, S]: the token's number in its document, then the model's axes; `startend_row_indices`,
-        int32 [rows, 1, S, 1], or the token types of the family, int64 [rows, S]; and the pixel keys of the family,
-        along all images in the order of their tokens.
+        int32 [rows, 1, S, 1]; the token types of the family, int64 [rows, S]; and its pixel keys, along all images in
+        the order of their tokens.
 
     Raises:
         ValueError: also for a key with an unknown place in a row, and for an example whose tokens of images are not as
@@ -110,7 +109,6 @@ class DataCollatorForPackedVisionLanguageModeling(PackingCollator):
         for key in _TYPES:
             if all_have(key, [key in own[0] for own in packed], names):
                 batch[key] = spread(key, 0)
-                batch.pop(VECTORS, None)
         if self.rope_index is not None:
             axes = [spread(_AXES, 0, axis) for axis in range(len(documents[0][_AXES]))]
             batch["position_ids"] = torch.stack([batch["position_ids"], *axes][-4:])

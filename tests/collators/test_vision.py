@@ -10,8 +10,6 @@ from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from flashmask_hf.collators import DataCollatorForPackedVisionLanguageModeling, RopeIndex
 
-SPLIT = {"text_config": "flashmask", "vision_config": "sdpa"}
-PACK = [kind for kind in KINDS if kind != "paligemma"]
 QWEN = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
 QUICK = ("qwen2_5_vl", "gemma3", "smolvlm")
 LAYERS = {"qwen3_5": dict(layer_types=["full_attention"] * 2, num_hidden_layers=2)}
@@ -71,10 +69,10 @@ def train(model, batches):
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("kind", [pytest.param(x, marks=[] if x in QUICK else pytest.mark.full) for x in PACK])
+@pytest.mark.parametrize("kind", [pytest.param(x, marks=[] if x in QUICK else pytest.mark.full) for x in KINDS])
 def test_packed_examples_equal_each_alone(kind, rows):
     stock = tiny_model(kind, "sdpa", **LAYERS.get(kind, {}))
-    ours = tiny_model(kind, SPLIT if kind in ("mistral3", "pixtral") else "flashmask", **LAYERS.get(kind, {}))
+    ours = tiny_model(kind, **LAYERS.get(kind, {}))
     examples = examples_of(kind)
     collator, alone = made(tiny_processor(kind), rope_index=RopeIndex.of(stock) if kind in QWEN else None)
     documents = [alone([copy.copy(own)]) for own in examples]
@@ -89,7 +87,8 @@ def test_packed_examples_equal_each_alone(kind, rows):
     at = [next(i for i in range(len(ids)) if torch.equal(ids[i : i + n], own["input_ids"][0]))
           for own, n in zip(documents, lengths, strict=True)]  # fmt: skip
     places = torch.cat([torch.arange(i, i + n) for i, n in zip(at, lengths, strict=True)])
-    assert (packed_logits[places] - logits).abs().max() < 1e-13
+    # PaliGemma alone counts positions from 1, and rotary angles are float32.
+    assert (packed_logits[places] - logits).abs().max() < (1e-5 if kind == "paligemma" else 1e-13)
     assert abs(packed_loss - loss) < 1e-6  # of float32 logits
     assert packed_grads.keys() == grads.keys()
     assert any("vis" in name for name in grads)
