@@ -302,7 +302,7 @@ ONE = {
     ),
     "dpo, images to evaluate": (
         lambda: build("dpo", eval_dataset={"held_out": Dataset.from_list([PAIRS[0] | {"images": ["a"]}])}),
-        "example 0 of the held_out dataset has images.*but this trainer packs text; remove the column, or use TRL's",
+        "example 0 of the held_out dataset has images.*but this trainer packs text; pass a processor as",
     ),
     "reward, several losses": (
         lambda: build("reward", loss_type=["pairwise"]),

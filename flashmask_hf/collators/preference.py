@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,9 @@ from torch.nn.utils.rnn import pad_sequence
 from flashmask_hf.collators.answers import first_equals, read_answers
 from flashmask_hf.collators.columns import all_have, as_number, example_names
 from flashmask_hf.collators.forest import Forest
+from flashmask_hf.collators.images import TOKEN_TYPES, add_image_tokens
 from flashmask_hf.collators.packing import PackingCollator, as_count, check_truncation_mode
+from flashmask_hf.collators.rope_index import RopeIndex
 
 _FORMS = (("prompt_ids", "chosen_ids", "rejected_ids"), ("prompt_ids", "answers_ids"))
 
@@ -31,17 +33,23 @@ class DataCollatorForSharedQuestion(PackingCollator):
     `flashmask_hf.hf.packed.rows` makes the backbone run the rows and return the sequences' hidden states.
     `flashmask_hf.collators` describes the other options and errors.
 
+    With `read_images`, examples are raw, and the batch has the pixels of each prompt once.
+
     Args:
         max_length: maximum number of tokens of a question with one answer; None is no limit.
         truncation_mode: what to do if a question with its longest answer exceeds `max_length`. "error" raises.
             "keep_start" cuts the end of every answer that is too long, and warns once. "keep_end" cuts the start of the
-            question, by the same amount for all answers.
+            question, by the same amount for all answers; it raises for images.
+        read_images: reads raw examples, as `flashmask_hf.trainers.images.VisionPreferences` does.
+        rope_index: `RopeIndex.of(model)` for raw examples, or None for models whose tokens have one position.
 
     Returns:
         dict[str, Tensor]: N sequences, the first answers of all examples, then the second ones, and so on:
 
         * `input_ids`, `attention_mask` and `completion_mask`, int64 [N, L];
         * `packed_input_ids` and `packed_position_ids`, int64 [R, S]; `startend_row_indices`, int32 [R, 1, S, 1];
+        * with images also token types, int64 [R, S], keys of pixels, and with a `rope_index` positions [4, R, S]: the
+          token's depth, then the model's axes;
         * `packed_index`, int64 [N, L]: the index of each token in the flattened rows (arbitrary for padding);
         * `question_index`, int64 [N]: the example of each sequence, if an example has more than two answers;
         * `ref_chosen_logps` and `ref_rejected_logps`, float32 [examples], if the examples have them.
@@ -72,6 +80,8 @@ class DataCollatorForSharedQuestion(PackingCollator):
     row_length: int | None = None
     pad_to_multiple_of: int | None = None
     max_position_embeddings: int | None = None
+    read_images: Callable[[Sequence[Any]], tuple[list[dict[str, Any]], dict[str, Tensor]]] | None = None
+    rope_index: RopeIndex | None = None
 
     _row_option = "row_length"
 
@@ -79,10 +89,14 @@ class DataCollatorForSharedQuestion(PackingCollator):
         super().__post_init__()
         check_truncation_mode(self.truncation_mode)
         self.max_length = as_count("max_length", self.max_length)
+        if self.read_images is not None and self.row_length is not None:
+            raise ValueError("row_length reorders examples, and their images would not follow; leave it out")
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """Collate one batch."""
-        names = example_names(examples)
+        names, pixels = example_names(examples), {}
+        if self.read_images is not None:
+            examples, pixels = self.read_images(examples)
         read = [self._read(example, name) for example, name in zip(examples, names, strict=True)]
         for name, (question, answers, longest) in zip(names, read, strict=True):
             if self.truncation_mode == "keep_start" and longest > len(question) + max(map(len, answers)):
@@ -108,6 +122,8 @@ class DataCollatorForSharedQuestion(PackingCollator):
             "completion_mask": (real & answered).long(),
             **rows.indexed_batch(packed_index),
         }
+        if self.read_images is not None:
+            self._add_images(batch, pixels, [examples[index] for index, _ in sequences], real)
         if most > 2:
             batch["question_index"] = torch.tensor([index for index, _ in sequences])
         for column in ("ref_chosen_logps", "ref_rejected_logps"):
@@ -115,6 +131,18 @@ class DataCollatorForSharedQuestion(PackingCollator):
                 given = zip(examples, names, strict=True)
                 batch[column] = torch.tensor([as_number(e[column], f"{column} of {name}") for e, name in given])
         return batch
+
+    def _add_images(
+        self, batch: dict[str, Tensor], pixels: dict[str, Tensor], examples: Sequence[Mapping[str, Any]], real: Tensor
+    ) -> None:
+        """Add pixels and what the model reads of image tokens to a batch of sequences with these examples."""
+        types = {name: torch.zeros_like(batch["input_ids"]) for name in TOKEN_TYPES if name in examples[0]}
+        for name, values in types.items():
+            for row, example in zip(values, examples, strict=True):
+                row[: len(example[name])] = example[name]
+        sizes = [example["sizes"] for example in examples]
+        add_image_tokens(batch, batch["input_ids"], real, types, sizes, self.rope_index)
+        batch |= pixels
 
     def check(self, example: Mapping[str, Any], name: str) -> bool:
         """Return whether `max_length` cuts an example; raise the error that collating it would raise."""

@@ -15,25 +15,26 @@ Leaf = tuple[int, int]
 
 
 def share_prompts(
-    sequences: Sequence[NDArray[np.int64]], prompt_lengths: Sequence[int]
+    sequences: Sequence[NDArray[np.int64]], prompt_lengths: Sequence[int], kinds: Sequence[int] | None = None
 ) -> tuple[list[Forest], list[Leaf]]:
     """Build a tree per distinct prompt, with its completions as children.
 
     Args:
         sequences: token ids of a prompt and its completion, int64 [n] each; a completion may be empty.
         prompt_lengths: number of tokens of each sequence's prompt, at least 1.
+        kinds: a number for each sequence, by which prompts of the same tokens differ, as by their images.
 
     Returns:
-        The trees, sorted by their tokens, and the leaf of each sequence.
+        The trees, sorted by their tokens, then by kind, and the leaf of each sequence.
     """
-    members: dict[bytes, list[int]] = {}
+    members: dict[tuple[bytes, int], list[int]] = {}
     for row, (tokens, length) in enumerate(zip(sequences, prompt_lengths, strict=True)):
-        members.setdefault(_sort_key(tokens[:length]), []).append(row)
+        members.setdefault((sort_key(tokens[:length]), kinds[row] if kinds else 0), []).append(row)
     forests: list[Forest] = []
     leaves: list[Leaf] = [(0, 0)] * len(sequences)
     for _, rows in sorted(members.items()):
         answers: list[NDArray[np.int64]] = []
-        for row in sorted(rows, key=lambda row: _sort_key(sequences[row])):
+        for row in sorted(rows, key=lambda row: sort_key(sequences[row])):
             answer = sequences[row][prompt_lengths[row] :]
             if len(answer):
                 answers.append(answer)
@@ -42,18 +43,25 @@ def share_prompts(
     return forests, leaves
 
 
-def share_prefixes(sequences: Sequence[NDArray[np.int64]]) -> tuple[list[Forest], list[Leaf]]:
+def share_prefixes(
+    sequences: Sequence[NDArray[np.int64]], kinds: Sequence[int] | None = None
+) -> tuple[list[Forest], list[Leaf]]:
     """Build the compressed trie of sequences: a tree per distinct first token, a segment per shared run.
 
     Args:
         sequences: token ids, int64 [n] each, not empty.
+        kinds: a number for each sequence; sequences of different kinds share nothing.
 
     Returns:
-        The trees, and the leaf of each sequence. Equal sequences have the same leaf.
+        The trees, and the leaf of each sequence. Equal sequences of a kind have the same leaf.
     """
-    order = sorted(range(len(sequences)), key=lambda row: _sort_key(sequences[row]))
+    kinds = kinds or [0] * len(sequences)
+    order = sorted(range(len(sequences)), key=lambda row: (kinds[row], sort_key(sequences[row])))
     ordered = [sequences[row] for row in order]
-    common = [_common_length(one, two) for one, two in itertools.pairwise(ordered)]
+    common = [
+        _common_length(sequences[one], sequences[two]) if kinds[one] == kinds[two] else 0
+        for one, two in itertools.pairwise(order)
+    ]
     forests: list[Forest] = []
     leaves: list[Leaf] = [(0, 0)] * len(sequences)
     for first, last in _split(range(len(ordered)), common, 0):
@@ -89,6 +97,6 @@ def _common_length(one: NDArray[np.int64], two: NDArray[np.int64]) -> int:
     return int(differ.argmax()) if differ.any() else length
 
 
-def _sort_key(tokens: NDArray[np.int64]) -> bytes:
+def sort_key(tokens: NDArray[np.int64]) -> bytes:
     """Return bytes that sort as the token ids do."""
     return tokens.astype(">i8").tobytes()

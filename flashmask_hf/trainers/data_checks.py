@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,8 @@ from flashmask_hf.collators.dataset import first_row
 
 logger = get_logger(__name__)
 
-_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+_IMAGES = ("image", "images")
+_MEDIA = (*_IMAGES, "video", "videos", "audio", "audios")
 """Names of columns with images, video and audio."""
 
 
@@ -40,17 +41,41 @@ def first_rows(trainer: Any) -> dict[str, Any]:
     return {name: first_row(dataset, f"the {name} dataset") for name, dataset in named if dataset is not None}
 
 
-def text_datasets(train_dataset: Any, eval_dataset: Any) -> tuple[Any, Any]:
-    """Return a trainer's datasets, each `without_media`."""
+def has_images(dataset: Any) -> bool:
+    """Return whether a map-style dataset, or the first row of another, has an image in a column of images."""
+    first = first_row(dataset, "the train dataset")
+    columns = [column for column in _IMAGES if column in first]
+    if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom":
+        return any(_has_value(first[column]) for column in columns)
+    return any(_has_value(value) for row in _undecoded(dataset, columns) for value in row.values())
+
+
+def _undecoded(dataset: Dataset, columns: list[str]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of some columns of a dataset, whose images stay encoded."""
+    if columns:
+        tables: Any = dataset.select_columns(columns).with_format("arrow").iter(batch_size=1_000)
+        yield from (row for table in tables for row in table.to_pylist())
+
+
+def text_datasets(train_dataset: Any, eval_dataset: Any, **options: Any) -> tuple[Any, Any]:
+    """Return a trainer's datasets, each `without_media`, with its options."""
     pairs = _named(train_dataset, eval_dataset)
-    train, *evaluated = (without_media(dataset, name) for name, dataset in pairs)
+    train, *evaluated = (without_media(dataset, name, **options) for name, dataset in pairs)
     return train, dict(zip(eval_dataset, evaluated, strict=True)) if isinstance(eval_dataset, dict) else evaluated[0]
 
 
-def without_media(dataset: Any, name: str) -> Any:
+def without_media(
+    dataset: Any, name: str, *, images: bool = False, way: str = "remove the column, or use TRL's trainer"
+) -> Any:
     """Return a dataset, if any, without its columns of images, video and audio, which must be empty.
 
     A stream's rows are checked when read, messages in the first row only.
+
+    Args:
+        dataset: the dataset.
+        name: its name.
+        images: whether images may stay.
+        way: the way out in the error.
 
     Raises:
         ValueError: the dataset has no rows, or a row has images, video or audio.
@@ -58,22 +83,22 @@ def without_media(dataset: Any, name: str) -> Any:
     if dataset is None:
         return None
     first = first_row(dataset, f"the {name} dataset")
+    media = _MEDIA[len(_IMAGES) :] if images else _MEDIA
 
     def check(row: Mapping[str, Any], index: int) -> dict[str, Any]:
         for column, value in row.items():
-            if (column in _MEDIA and _has_value(value)) or _has_media_in_messages(value):
+            if (column in media and _has_value(value)) or _has_media_in_messages(value, media):
                 where = f"example {index} of the {name} dataset has images, video or audio in its column {column!r}"
-                raise ValueError(f"{where}, but this trainer packs text; remove the column, or use TRL's trainer")
+                raise ValueError(f"{where}, but this trainer packs text; {way}")
         return {}
 
     check(first, 0)
-    columns = [column for column in _MEDIA if column in first]
+    columns = [column for column in media if column in first]
     if not columns or (isinstance(dataset, Dataset) and dataset.format["type"] == "custom"):  # of a transform
         return dataset
     if not isinstance(dataset, Dataset):
         return dataset.map(check, with_indices=True, remove_columns=columns)
-    tables: Any = dataset.select_columns(columns).with_format("arrow").iter(batch_size=1_000)
-    for index, row in enumerate(row for table in tables for row in table.to_pylist()):  # nothing is decoded
+    for index, row in enumerate(_undecoded(dataset, columns)):
         check(row, index)
     return dataset.remove_columns(columns)
 
@@ -83,12 +108,12 @@ def _has_value(value: Any) -> bool:
     return value is not None and not (isinstance(value, (str, list)) and all(item is None for item in value))
 
 
-def _has_media_in_messages(value: Any) -> bool:
-    """Return whether a cell is a conversation with images, video or audio."""
+def _has_media_in_messages(value: Any, media: Sequence[str]) -> bool:
+    """Return whether a cell is a conversation with some of the media."""
     turns = [turn for turn in value if isinstance(turn, Mapping)] if isinstance(value, list) else []
     contents = [turn["content"] for turn in turns if isinstance(turn.get("content"), list)]
     kinds = [str(part.get("type")) for content in contents for part in content if isinstance(part, Mapping)]
-    return any(media in kind for kind in kinds for media in ("image", "video", "audio"))
+    return any(name in kind for kind in kinds for name in media)
 
 
 def report_dropped(before: Any, after: Any, name: str, why: str) -> None:
@@ -110,8 +135,9 @@ def check_examples(trainer: Any) -> None:
     if collator.max_position_embeddings is None:
         collator = replace(collator, max_position_embeddings=getattr(config, "max_position_embeddings", None))
         trainer.data_collator = collator
-    for name, dataset in map_style_datasets(trainer):
-        check_rows(dataset, collator, trainer.args, name)
+    if getattr(collator, "read_images", None) is None:  # which would decode all images
+        for name, dataset in map_style_datasets(trainer):
+            check_rows(dataset, collator, trainer.args, name)
 
 
 def check_rows(dataset: Dataset, collator: Any, args: Any, name: str) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from datasets import Dataset, IterableDataset
 from datasets.fingerprint import Hasher
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.utils import global_then_local_main_first
@@ -21,6 +21,7 @@ from flashmask_hf.trainers import data_checks, option_checks
 from flashmask_hf.trainers.callbacks import add_callbacks
 from flashmask_hf.trainers.even_batches import EvenBatchesMixin
 from flashmask_hf.trainers.formats import preference_columns
+from flashmask_hf.trainers.images import VisionPreferences, rope_index_of
 from flashmask_hf.trainers.loading import flashmask_policy, run_packed_models
 from flashmask_hf.trainers.metrics import log_sharing
 from flashmask_hf.trainers.resume import ResumeMixin
@@ -108,7 +109,10 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, DPOTrainer):
         if isinstance(ref_model, str):
             raise TypeError(f"ref_model must be a model, got the name {ref_model!r}; leave it out, or load it")
         option_checks.refuse_liger_losses(args)
-        datasets = data_checks.text_datasets(train_dataset, eval_dataset)
+        reads_images = not isinstance(processing_class, PreTrainedTokenizerBase)
+        images = reads_images and train_dataset is not None and data_checks.has_images(train_dataset)
+        way = "pass a processor as processing_class, or remove the column"
+        datasets = data_checks.text_datasets(train_dataset, eval_dataset, images=images, way=way)
         if args.label_smoothing and not set(args.loss_type) & set(_SMOOTHED_LOSSES):
             raise ValueError(
                 f"label_smoothing={args.label_smoothing} changes nothing with loss_type={args.loss_type}; leave it at "
@@ -127,6 +131,9 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, DPOTrainer):
         kwargs |= {"processing_class": processing_class, "peft_config": peft_config}
         with flashmask_policy(model, args, reference=True):
             super().__init__(model, ref_model, args, data_collator, *datasets, **kwargs)
+        if images:
+            reader, rope_index = VisionPreferences(self.processing_class), rope_index_of(self.model)
+            self.data_collator = replace(self.data_collator, read_images=reader, rope_index=rope_index)
         add_callbacks(self, model)
         data_checks.check_prepared(self)
         self._hook_models()

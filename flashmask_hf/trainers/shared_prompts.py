@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,15 +18,18 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 from transformers import ProcessorMixin
+from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
+from flashmask_hf.collators.images import add_image_tokens
 from flashmask_hf.collators.packing import pack_forests
-from flashmask_hf.collators.prefixes import share_prefixes, share_prompts
+from flashmask_hf.collators.prefixes import share_prefixes, share_prompts, sort_key
 from flashmask_hf.hf.packed.rows import check_compiled
 from flashmask_hf.hf.packed.shared_prefill import shared_prefill
-from flashmask_hf.names import FLASHMASK, VECTORS
+from flashmask_hf.names import FLASHMASK, PACKED_INDEX, VECTORS
 from flashmask_hf.trainers.callbacks import add_callbacks
 from flashmask_hf.trainers.data_checks import first_rows
 from flashmask_hf.trainers.formats import refuse_other_keys
+from flashmask_hf.trainers.images import IMAGE_KEYS, SequenceImages, count_padded_rows, rope_index_of
 from flashmask_hf.trainers.loading import flashmask_policy, run_packed_models
 from flashmask_hf.trainers.metrics import log_sharing
 from flashmask_hf.trainers.option_checks import prepared_arguments, refuse_liger_losses
@@ -74,13 +78,14 @@ class SharedPrompts:
         # TRL loads reward models with the same options, so the policy's attention is set afterwards.
         with flashmask_policy(model, args, reference=args.beta != 0.0, attention=None):
             super().__init__(model, reward_funcs, args, *others, **kwargs)
-        _refuse_images(self.processing_class)  # TRL loads a processor for a model with images
+        self._rope_index = rope_index_of(self.model) if isinstance(self.processing_class, ProcessorMixin) else None
         for name, row in first_rows(self).items():
             # Environments may make the prompts themselves.
             if "prompt" not in row and getattr(self, "environment_factories", None) is None:
                 columns = ", ".join(row)
                 raise ValueError(f"the {name} dataset has no column 'prompt'; rename another one. It has: {columns}")
             refuse_other_keys((row.get("prompt"),), f"the {name} dataset")
+            _refuse_unread_images([row], self.processing_class)
         _refuse_too_few_prompts(self)
         run_packed_models(self, sets_policy=isinstance(model, str))
         add_callbacks(self, model)
@@ -89,18 +94,32 @@ class SharedPrompts:
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *args: Any, **kwargs: Any
     ) -> Any:
-        packing = functools.partial(self._run_packed, model, logits_to_keep)
+        count_padded_rows(kwargs, len(input_ids))
+        packing = functools.partial(self._run_packed, model, logits_to_keep, SequenceImages.counts_of(kwargs))
         return super()._get_per_token_logps_and_entropies(
             packing, input_ids, attention_mask, logits_to_keep, *args, **kwargs
         )
 
     def _run_packed(
-        self, model: Any, keep: int, input_ids: Tensor, attention_mask: Tensor, labels: Any = None, **kwargs: Any
+        self,
+        model: Any,
+        keep: int,
+        counts: dict[str, Iterator[int]],
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        labels: Any = None,
+        **kwargs: Any,
     ) -> Any:
         """Call a model after `run_packed` with a padded batch packed into one row; results have the batch's layout."""
+        images = SequenceImages.take(kwargs, counts, len(input_ids))
         # The loss reads completions and the hidden state before them, a mixture's auxiliary loss all tokens.
         width = input_ids.shape[1] if kwargs.get("output_router_logits") else keep + 1
-        packed = pack_sequences(input_ids, attention_mask, keep, width, self._share, self.args.pad_to_multiple_of)
+        ids, mask = input_ids.cpu(), attention_mask.cpu()  # waits for the device
+        packed, firsts = pack_sequences(ids, mask, keep, self._share, self.args.pad_to_multiple_of, images)
+        if images:
+            add_image_tokens(packed, ids, mask.bool(), images.types, images.sizes, self._rope_index)
+            kwargs |= images.of(firsts)
+        packed[PACKED_INDEX] = packed[PACKED_INDEX][:, -width:].contiguous()
         packed = {name: x.to(input_ids.device) for name, x in packed.items()}
         self._packed = packed[VECTORS], attention_mask
         check_compiled(model, input_ids.device)
@@ -114,20 +133,21 @@ class SharedPrompts:
         return loss
 
     def _tokenize_prompts(self, prompts: list[Any]) -> Any:
-        prompt_ids, *others = super()._tokenize_prompts(prompts)
+        prompt_ids, images, fields = super()._tokenize_prompts(prompts)
         for nth, (prompt, ids) in enumerate(zip(prompts, prompt_ids, strict=True)):
             if not len(ids):  # generation would fail with an unrelated error
                 raise ValueError(f"prompt {nth} of the batch, {prompt!r}, {_NO_TOKENS}")
-        return prompt_ids, *others
+        # TRL's None for a prompt without images, beside others with images, fails in processors.
+        return prompt_ids, images and [own or [] for own in images], fields
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         with shared_prefill(self.model):  # for transformers' generate; vLLM ignores it
             return super()._generate_single_turn(*args, **kwargs)
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        if any(example.get("images") or example.get("image") is not None for example in inputs):
-            raise ValueError("prompts with images cannot be shared yet; use TRL's trainer, or remove the column")
+        _refuse_unread_images(inputs, self.processing_class)
         batch = super()._generate_and_score_completions(inputs)
+        count_padded_rows(batch, len(batch["prompt_ids"]))
         batch[_PLACES] = torch.arange(len(batch["prompt_ids"]))
         return batch
 
@@ -151,7 +171,8 @@ class SharedPrompts:
         mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
         keep = batch["completion_ids"].shape[1]
         with torch.no_grad():
-            log_probabilities, *_ = self._get_per_token_logps_and_entropies(self.model, ids, mask, keep)
+            images = {name: batch[name] for name in IMAGE_KEYS if name in batch}
+            log_probabilities, *_ = self._get_per_token_logps_and_entropies(self.model, ids, mask, keep, **images)
         if "old_logps" in batch:  # RLOO sums over completions
             batch["old_logps"] = (log_probabilities * batch["completion_mask"]).sum(1)
         else:
@@ -162,38 +183,45 @@ def pack_sequences(
     input_ids: Tensor,
     attention_mask: Tensor,
     keep: int,
-    width: int,
     share: str = "prompts",
     pad_to_multiple_of: int | None = None,
-) -> dict[str, Tensor]:
+    images: SequenceImages | None = None,
+) -> tuple[dict[str, Tensor], list[int]]:
     """Pack a padded batch of prompts and completions into one row with shared tokens once.
 
     Args:
-        input_ids: int64 [N, L], prompts padded on the left, completions on the right.
-        attention_mask: [N, L], 0 for padding.
+        input_ids: int64 [N, L] on the CPU, prompts padded on the left, completions on the right.
+        attention_mask: [N, L] on the CPU, 0 for padding.
         keep: number of columns of the completions.
-        width: number of last columns whose hidden states are returned.
         share: as in `SharedPromptsOptions`.
         pad_to_multiple_of: divisor of the row's length.
+        images: images of the sequences; what is shared then holds the whole prompt.
 
     Returns:
-        The batch keys of `PackedRows.indexed_batch`, on the CPU; the index is [N, width].
+        The batch keys of `PackedRows.indexed_batch`, on the CPU, and the first sequence of each tree, in the row's
+        order.
 
     Raises:
         ValueError: a prompt has no tokens.
     """
-    ids, real = input_ids.cpu().numpy(), attention_mask.cpu().numpy().astype(bool)  # waits for the device
-    length = ids.shape[1]
-    prompt_lengths = real[:, : length - keep].sum(1).tolist()
+    ids, real = input_ids.numpy(), attention_mask.numpy().astype(bool)
+    prompt_lengths = real[:, : ids.shape[1] - keep].sum(1).tolist()
     if min(prompt_lengths) < 1:
         raise ValueError(f"prompt {prompt_lengths.index(0)} of the micro-batch {_NO_TOKENS}")
     sequences = [row[here].astype(np.int64) for row, here in zip(ids, real, strict=True)]
-    forests, leaves = share_prompts(sequences, prompt_lengths) if share == "prompts" else share_prefixes(sequences)
+    prompts = [sort_key(tokens[:length]) for tokens, length in zip(sequences, prompt_lengths, strict=True)]
+    kinds = images.kinds(prompts, keep) if images else None
+    if share == "prompts":
+        forests, leaves = share_prompts(sequences, prompt_lengths, kinds)
+    else:
+        forests, leaves = share_prefixes(sequences, kinds)
     rows = pack_forests(forests, pad_to_multiple_of=pad_to_multiple_of)
     index = np.arange(ids.size).reshape(ids.shape) % rows.input_ids.size  # nothing reads the entries of padding
+    firsts: dict[int, int] = {}
     for row, (forest, segment) in enumerate(leaves):
         index[row, real[row]] = rows.starts[forest] + forests[forest].path(segment)
-    return rows.indexed_batch(np.ascontiguousarray(index[:, length - width :]))
+        firsts.setdefault(forest, row)
+    return rows.indexed_batch(index), [firsts[forest] for forest in range(len(forests))]
 
 
 def group_prompts(batches: list[dict[str, Any]], window: int) -> list[dict[str, Any]]:
@@ -211,11 +239,12 @@ def group_prompts(batches: list[dict[str, Any]], window: int) -> list[dict[str, 
     """
     grouped: list[dict[str, Any]] = []
     for start in range(0, len(batches), window):
-        part = batches[start : start + window]
+        part = [split_pixel_values_by_grid(batch) for batch in batches[start : start + window]]
         order = torch.cat([batch[_PLACES] for batch in part]).argsort()
         names = [name for name in part[0] if name != _PLACES]
         for rows in order.split(len(part[0][_PLACES])):
-            grouped.append({name: _select([batch[name] for batch in part], rows) for name in names})
+            chosen = {name: _select([batch[name] for batch in part], rows) for name in names}
+            grouped.append(unsplit_pixel_values_by_grid(chosen))
     return grouped
 
 
@@ -230,22 +259,29 @@ def _select(parts: list[Any], rows: Tensor) -> Any:
 
 
 def _check_options(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """Refuse another attention, images and continuous batching."""
+    """Refuse another attention, padding on the right and continuous batching."""
     given = (args.model_init_kwargs or {}).get("attn_implementation")
     if isinstance(model, str) and given not in (None, FLASHMASK):
         raise ValueError(
             f"model_init_kwargs has attn_implementation={given!r}, but shared prompts need 'flashmask'; leave it out"
         )
-    _refuse_images(kwargs.get("processing_class"))
+    processor = kwargs.get("processing_class")
+    if isinstance(processor, ProcessorMixin) and processor.tokenizer.padding_side != "left":
+        raise ValueError(
+            "processing_class pads on the right, but TRL takes its token types for prompts padded on the left; set "
+            "processing_class.tokenizer.padding_side = 'left'"
+        )
     if getattr(args, "use_transformers_continuous_batching", False):
         raise ValueError("use_transformers_continuous_batching does not support packed rows; use vLLM, or leave it out")
     refuse_liger_losses(args)
 
 
-def _refuse_images(processing_class: Any) -> None:
-    """Raise a ValueError for a processor of text and images."""
+def _refuse_unread_images(examples: Sequence[Mapping[str, Any]], processing_class: Any) -> None:
+    """Raise a ValueError if examples have images, but no processor reads them."""
     if isinstance(processing_class, ProcessorMixin):
-        raise ValueError("images cannot share a prompt yet; pass a tokenizer as processing_class, or use TRL's trainer")
+        return
+    if any(example.get("images") or example.get("image") is not None for example in examples):
+        raise ValueError("prompts have images, which a tokenizer does not read; pass a processor as processing_class")
 
 
 def _refuse_too_few_prompts(trainer: Any) -> None:

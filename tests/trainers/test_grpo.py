@@ -415,7 +415,6 @@ REFUSED = {
     "label smoothing": ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1: this trainer"),
     "dispatched batches": ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches"),
     "paged generation": ({"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching"),
-    "images": ({"processor": True}, "images cannot share a prompt"),
     "no whole batch": (
         {"steps_per_generation": 64}, r"train dataset has \d+ prompts, but a generation batch has 64.* lower per_device"
     ),
@@ -432,13 +431,10 @@ def test_set_ups_that_raise_at_construction(name, algorithm, checkpoints, tokeni
     if not options.pop("by_name", False):
         model = AutoModelForCausalLM.from_pretrained(model, attn_implementation=attention)
     peft_config = options.pop("peft_config", None)
-    processor = (
-        transformers.ProcessorMixin.__new__(transformers.ProcessorMixin) if options.pop("processor", 0) else None
-    )
     with pytest.raises(ValueError, match=message):
         trainer(
             model, reward, config(**trainer_settings(tmp_path), num_generations=4, **options), prompts(),
-            processing_class=processor or tokenizer, peft_config=peft_config,
+            processing_class=tokenizer, peft_config=peft_config,
         )  # fmt: skip
 
 
@@ -462,7 +458,7 @@ def test_other_wrong_set_ups_raise(checkpoints, tokenizer, tmp_path, monkeypatch
         trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, 3)
     pictures = [[{"type": "image"}]] * len(trainer.train_dataset)
     trainer.train_dataset = trainer.train_dataset.add_column("images", pictures)
-    with pytest.raises(ValueError, match=r"prompts with images cannot be shared yet; .* remove the column"):
+    with pytest.raises(ValueError, match="prompts have images, which a tokenizer does not read; pass a processor"):
         trainer.train()
 
 
@@ -532,14 +528,15 @@ def test_the_packed_row_of_a_micro_batch():
     """A prompt of two completions, one of which is empty, and a sequence alone."""
     ids = torch.tensor([[0, 5, 6, 8, 9], [4, 5, 6, 8, 0], [0, 5, 6, 0, 0]])
     mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 0], [0, 1, 1, 0, 0]])
-    packed = pack_sequences(ids, mask, keep=2, width=3, pad_to_multiple_of=12)
+    packed, firsts = pack_sequences(ids, mask, keep=2, pad_to_multiple_of=12)
+    assert firsts == [1, 0]
     assert packed["packed_input_ids"].tolist() == [[4, 5, 6, 8, 5, 6, 8, 9, 0, 0, 0, 0]]
     assert packed["packed_position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 2, 3, 0, 0, 0, 0]]
     assert packed["startend_row_indices"].flatten().tolist() == [4] * 4 + [8] * 4 + [0] * 4
-    assert packed["packed_index"][0].tolist() == [5, 6, 7]
-    assert packed["packed_index"][1, :2].tolist() == [2, 3]
-    assert packed["packed_index"][2, 0].tolist() == 5
-    trie = pack_sequences(ids, mask, keep=2, width=5, share="tokens")
+    assert packed["packed_index"][0, 1:].tolist() == [4, 5, 6, 7]
+    assert packed["packed_index"][1, :4].tolist() == [0, 1, 2, 3]
+    assert packed["packed_index"][2, 1:3].tolist() == [4, 5]
+    trie, _ = pack_sequences(ids, mask, keep=2, share="tokens")
     assert trie["packed_input_ids"].tolist() == [[4, 5, 6, 8, 5, 6, 8, 9]]
 
 

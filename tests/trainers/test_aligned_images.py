@@ -1,0 +1,139 @@
+"""DPO, GRPO and RLOO with image prompts: losses and gradients equal stock TRL's, and images are computed once."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from tools.aligned_images import make, rows
+from tools.tiny import TRAINER_WARNINGS
+from tools.vision import tiny_processor
+
+from flashmask_hf.trainers.images import SequenceImages, VisionPreferences
+
+pytestmark = TRAINER_WARNINGS
+
+GRADIENT_BOUND = 2e-5
+"""Largest difference of a gradient's entries, relative to its largest: sums of 200 tokens in float32, reordered."""
+LOSS_BOUND = {"rel": 2e-5, "abs": 1e-6}
+
+MIXED = ([(2, 2)], [(2, 2)], [], [(2, 4)])
+"""Two prompts of equal text with two images, one without an image, one with a larger image."""
+SEVERAL = ([(2, 2)], [(2, 2)], [(2, 2), (2, 4)], [(2, 4)])
+
+WHOLE: dict[str, Any] = {"per_device_train_batch_size": 8}
+"""Two prompts in each micro-batch: stock TRL fails in one without any image."""
+
+QUICK: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    "grpo, axes of positions": ("qwen2_5_vl", MIXED, WHOLE | {"beta": 0.1}),
+    "grpo, padded images": ("smolvlm", SEVERAL, {"steps_per_generation": 4}),
+    "rloo, images that see themselves": ("gemma3", MIXED, WHOLE | {"algorithm": "rloo", "beta": 0.1}),
+    "dpo, axes of positions": ("qwen2_5_vl", MIXED, {"algorithm": "dpo", "reference": True}),
+}
+
+FULL: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    **{f"{name}, {kind}": (kind, MIXED, options) for kind in ("qwen3_vl", "gemma4", "idefics3", "llava_next", "llava")
+       for name, options in {"grpo": WHOLE, "dpo": {"algorithm": "dpo", "lora": True}}.items()},
+    "grpo, an adapter beside a frozen tower": ("llava", MIXED, WHOLE | {"lora": True, "beta": 0.1}),
+    "dpo, images that see themselves": ("gemma3", SEVERAL, {"algorithm": "dpo"}),
+    "grpo, tiles": ("internvl", SEVERAL, WHOLE),
+    "dpo, tiles": ("internvl", SEVERAL, {"algorithm": "dpo"}),
+    "dpo, padded images": ("smolvlm", MIXED, {"algorithm": "dpo"}),
+    "dpo, accumulated": ("qwen2_5_vl", MIXED, {
+        "algorithm": "dpo", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}),
+    "tokens": ("qwen2_5_vl", SEVERAL, WHOLE | {"share": "tokens"}),
+    "tokens, images that see themselves": ("gemma3", SEVERAL, {"share": "tokens", "algorithm": "rloo"}),
+    "exact ratios": ("qwen2_5_vl", SEVERAL, {"steps_per_generation": 4, "exact_ratios": True}),
+    "exact ratios, rloo": ("gemma3", SEVERAL, {"algorithm": "rloo", "exact_ratios": True}),
+    "part of a group": ("qwen2_5_vl", SEVERAL, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8}),
+    "one micro-batch per prompt": ("qwen2_5_vl", MIXED, WHOLE | {"beta": 0.1, "ours": {
+        "per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}}),
+    "checkpointing, padded rows": ("qwen2_5_vl", SEVERAL, {"gradient_checkpointing": True, "pad_to_multiple_of": 8}),
+}  # fmt: skip
+
+
+def check(name: str, runs: dict[str, Any], out: Any) -> None:
+    kind, images, options = runs[name]
+    data = rows(*images, answers=options.get("algorithm") == "dpo")
+    changes = {**options}
+    for_ours = changes.pop("ours", {})
+    ours = make(kind, data, out / "ours", True, **changes | for_ours)
+    ours.train()
+    stock = make(
+        kind, data, out / "stock", False, **{x: changes[x] for x in changes if x not in ("share", "exact_ratios")}
+    )
+    stock.train()
+    assert len(ours.kept.steps) == len(stock.kept.steps) == 1
+    gradients, expected = ours.kept.steps[0], stock.kept.steps[0]
+    assert gradients.keys() == expected.keys()
+    assert options.get("lora") or any("vision" in parameter or "visual" in parameter for parameter in gradients)
+    for parameter, gradient in expected.items():
+        scale = gradient.abs().max().clamp(min=1e-3)
+        assert (gradients[parameter] - gradient).abs().max() < GRADIENT_BOUND * scale, parameter
+    log, stock_log = ours.state.log_history[0], stock.state.log_history[0]
+    for key in ("loss", "reward", "rewards/margins", "logps/chosen"):
+        if key in stock_log and not for_ours:
+            assert log[key] == pytest.approx(stock_log[key], **LOSS_BOUND), key
+    assert 0.1 < log["shared_tokens_saved"] < 0.8
+    assert 0 <= log["mask_sparsity"] < 1
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_gradients_equal_stock_trl(name, tmp_path):
+    check(name, QUICK, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", FULL)
+def test_more_gradients_equal_stock_trl(name, tmp_path):
+    check(name, FULL, tmp_path)
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "dpo"])
+def test_the_tower_runs_once_per_prompt(algorithm, tmp_path):
+    """In each model call it gets the patches of each prompt's image once, 32 of 2 x 4 cells and 16 of 2 x 2."""
+    options: dict[str, Any] = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 16}
+    trainer = make(
+        "qwen2_5_vl", rows(*MIXED, answers=algorithm == "dpo"), tmp_path, True, algorithm=algorithm, **options
+    )
+    patches: list[int] = []
+    for model in filter(None, (trainer.model, trainer.ref_model)):
+        model.model.visual.patch_embed.register_forward_hook(lambda layer, args, output: patches.append(len(output)))
+    trainer.train()
+    assert patches == [64] * (1 if algorithm == "grpo" else 2)
+
+
+def test_prompts_with_other_images_and_images_of_completions_are_not_shared():
+    pixels, types = torch.tensor([[1.0], [1.0], [2.0], [1.0]]), torch.zeros(4, 6, dtype=torch.int64)
+    types[:, 1], types[3, 5] = 1, 1
+    images = SequenceImages({"pixel_values": pixels, "token_type_ids": types}, {"num_images": [1] * 4})
+    assert images.kinds([b"a"] * 4, keep=2) == [0, 0, 2, 3]
+    assert images.kinds([b"a", b"b", b"a", b"a"], keep=2) == [0, 1, 2, 3]
+    assert images.of([2, 0])["pixel_values"].tolist() == [[2.0], [1.0]]
+
+
+def test_the_reader_of_preferences_goes_into_workers():
+    read = pickle.loads(pickle.dumps(VisionPreferences(tiny_processor("llava"))))
+    examples, pixels = read(list(rows([(2, 2)], [], answers=True)))
+    assert [sorted(example["sizes"]) for example in examples] == [[], []]
+    assert len(pixels["pixel_values"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("paligemma", {}, "prompts are bidirectional"),
+        ("paligemma", {"algorithm": "dpo"}, "prompts are bidirectional"),
+        ("llava", {"algorithm": "dpo", "row_length": 64}, "row_length reorders examples"),
+        ("llava", {"algorithm": "dpo", "processor": tiny_processor("llava").tokenizer}, "pass a processor"),
+        ("llava", {"processor": tiny_processor("llava").tokenizer}, "pass a processor"),
+        ("llava", {"processor": tiny_processor("llava")}, "pads on the right"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_cannot_be_shared_raises_at_construction(kind, options, message, tmp_path):
+    options = {"beta": 0.0} | options if "algorithm" not in options else options | {"reference": True}
+    with pytest.raises(ValueError, match=message):
+        make(kind, rows(*SEVERAL, answers=options.get("algorithm") == "dpo"), tmp_path, True, **options)
