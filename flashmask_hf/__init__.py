@@ -25,7 +25,7 @@ def register() -> None:
         ImportError: transformers is not installed, or is older than what the package needs.
         RuntimeError: this version of transformers is not one that the package knows how to adapt.
     """
-    from flashmask_hf.hf.register import register as register_backend
+    from flashmask_hf.hf.patches import register as register_backend
 
     register_backend()
 

@@ -17,5 +17,5 @@ Late are static caches of `generate`, a backbone's `forward` called by hand, eng
 encoders that ask for none, context parallelism, mask indices beside chunks or a function that is not read, and
 `cu_seq_lens_q` that the hook cannot join.
 
-`register` and `patches` adapt transformers, `families` and `models` describe its models, and `packed/` serves trainers.
+`patches` adapts transformers, `families` and `models` describe its models, and `packed/` serves trainers.
 """

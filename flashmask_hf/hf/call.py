@@ -77,6 +77,12 @@ class Call:
         return type(self.model).__name__
 
     @property
+    def has_activated_lora(self) -> bool:
+        """Whether an adapter of PEFT in the model looks for `alora_invocation_tokens`."""
+        adapters = self.model.__dict__.get("peft_config", {}).values()
+        return any(getattr(adapter, "alora_invocation_tokens", None) for adapter in adapters)
+
+    @property
     def bounds(self) -> Tensor | None:
         """The `cu_seq_lens_q` [documents + 1] of several documents."""
         found = self.tensor("cu_seq_lens_q", 1)

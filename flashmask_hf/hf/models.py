@@ -24,12 +24,13 @@ def unwrap_peft(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def own_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the names and modules of a model, without its submodels."""
+def _own_modules(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield the names and modules of a model, without its submodels. What PEFT wraps keeps its name."""
     for name, child in module.named_children():
         if not isinstance(child, PreTrainedModel):
+            name = path if name in ("base_layer", "original_module") else name
             yield name, child
-            yield from own_modules(child)
+            yield from _own_modules(child, name)
 
 
 def is_compiled(model: nn.Module) -> bool:
@@ -56,17 +57,20 @@ class ModelState:
     """
 
     def __init__(self, model: Any):
-        parts = [*own_modules(model)]
+        named = [*_own_modules(model)]
+        parts = [part for _, part in named]
         family = family_of(model.config)
         self.is_recurrent = family.mixes or any(
-            isinstance(part, nn.Conv1d) and part.kernel_size[0] > 1 for _, part in parts
+            isinstance(part, nn.Conv1d) and part.kernel_size[0] > 1 for part in parts
         )
         self.missing = missing_kernels(model.config) if self.is_recurrent else None
-        firsts = [0 if part.padding_idx is None else part.padding_idx + 1 for part in _position_tables(model)]
+        embeddings = [(name, part) for name, part in named if isinstance(part, nn.Embedding)]
+        tables = [part for name, part in embeddings if "position" in name or name == "wpe"]
+        firsts = [0 if table.padding_idx is None else table.padding_idx + 1 for table in tables]
         self.first_position: Any = max(firsts, default=None)
-        self.is_bidirectional = any(getattr(part, "is_causal", None) is False for _, part in parts)
+        self.is_bidirectional = any(getattr(part, "is_causal", None) is False for part in parts)
         self.has_axes = "position_ids.shape[0] == 4" in source_of(type(model).forward)
-        segmented = [part for part in (model, *(part for _, part in parts)) if _has_segments(type(part))]
+        segmented = [part for part in (model, *parts) if _has_segments(type(part))]
         TOWERS.update(type(part.config) for part in segmented)
         self.has_segments = bool(segmented)
         self.takes_packed_rows = self.counts_layers = self.is_counted = False
@@ -80,17 +84,6 @@ def _has_segments(module_class: type) -> bool:
     code = getattr(inspect.unwrap(module_class.forward), "__code__", None)
     names = () if code is None else (*code.co_names, *code.co_varnames)
     return "cu_seqlens" in names and "is_flash_attention_requested" in names
-
-
-def _position_tables(module: nn.Module, path: str = "") -> Iterator[nn.Embedding]:
-    """Yield a model's own embeddings of positions, also where PEFT wraps them."""
-    for name, child in module.named_children():
-        if isinstance(child, PreTrainedModel):
-            continue
-        name = path if name in ("base_layer", "original_module") else name
-        if isinstance(child, nn.Embedding) and ("position" in name or name == "wpe"):
-            yield child
-        yield from _position_tables(child, name)
 
 
 def state_of(model: Any) -> ModelState:

@@ -1,8 +1,8 @@
-"""Patches of transformers: six changes that its interfaces do not offer, one section each.
+"""Registration with transformers, and six changes that its interfaces do not offer, one section each.
 
-They act for this package's attention implementations or batch keys only. Each docstring says what is patched, why, and
-what is checked first, in transformers 5.17 to 5.24. Missing or unexpected code raises a RuntimeError that names these
-versions. Applying a patch again changes nothing.
+The changes act for this package's attention implementations or batch keys only. Each docstring says what is patched,
+why, and what is checked first, in transformers 5.17 to 5.24. Missing or unexpected code raises a RuntimeError that
+names these versions. Applying a patch again changes nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel, masking_utils
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.utils import generic
 
 from flashmask_hf.hf.attention import attention_forward
@@ -25,22 +25,33 @@ from flashmask_hf.hf.call import Call, call_of, current_calls, record_documents
 from flashmask_hf.hf.checks import run_checks
 from flashmask_hf.hf.documents import check_one_document, of_positions
 from flashmask_hf.hf.families import refuse_own_attention
-from flashmask_hf.hf.mask_hook import NUMBERS
+from flashmask_hf.hf.mask_hook import NUMBERS, mask_hook
 from flashmask_hf.hf.models import TOWERS
 from flashmask_hf.hf.rewrites import rewrite
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import FLASHMASK, HASH, NAMES, QK, VECTORS
-from flashmask_hf.sparse.hf import warn_of_unread_options
+from flashmask_hf.sparse.hf import hash_attention_forward, qk_attention_forward, warn_of_unread_options
 
 
-def apply() -> None:
-    """Apply every patch to the installed transformers."""
+def register() -> None:
+    """Register every attention implementation of the package, and apply every patch; see `flashmask_hf.register`.
+
+    Layers ask `AttentionInterface` for attention, models `AttentionMaskInterface` for masks, once per forward and kind
+    of layers.
+
+    Raises:
+        RuntimeError: this version of transformers is not one that the package knows how to adapt.
+    """
     exclude_from_flash_attention(generic)
     leave_documents_to_hook(masking_utils)
     refuse_unsupported_models(PreTrainedModel)
     accept_sparse_options(PreTrainedConfig)
     check_calls(PreTrainedModel)
     read_kernel_names(PreTrainedConfig)
+    functions = {FLASHMASK: attention_forward, HASH: hash_attention_forward, QK: qk_attention_forward}
+    for name, function in functions.items():
+        AttentionInterface.register(name, function)
+        AttentionMaskInterface.register(name, mask_hook)
 
 
 def _refuse_version(does: str, where: str) -> NoReturn:

@@ -368,6 +368,6 @@ def test_applying_twice_changes_nothing():
     patched = PreTrainedModel, PreTrainedConfig, hf_masks
     before = [dict(vars(owner)) for owner in patched]
     code = generic.is_flash_attention_requested.__code__
-    patches.apply()
+    patches.register()
     assert [dict(vars(owner)) for owner in patched] == before
     assert generic.is_flash_attention_requested.__code__ is code

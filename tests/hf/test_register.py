@@ -16,7 +16,7 @@ from transformers import (
 from transformers.utils import generic
 
 import flashmask_hf
-from flashmask_hf.hf import register as register_module
+from flashmask_hf.hf import patches
 from flashmask_hf.hf.attention import attention_forward
 from flashmask_hf.hf.mask_hook import mask_hook
 
@@ -39,7 +39,7 @@ def test_import_survives_an_unknown_transformers(error, monkeypatch):
         raise error("transformers 99 is unknown")
 
     with monkeypatch.context() as patch:
-        patch.setattr(register_module, "register", refuse)
+        patch.setattr(patches, "register", refuse)
         with pytest.warns(UserWarning, match="'flashmask' is not available: transformers 99 is unknown"):
             importlib.reload(flashmask_hf)
     importlib.reload(flashmask_hf)

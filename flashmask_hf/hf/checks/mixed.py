@@ -73,11 +73,13 @@ def _numbers_fit_positions(call: Call) -> Verdict | None:
     )
 
 
-@rule(CHECKS, "activated LoRA on rows of several documents, in any trainer", ours=True)
-def _has_one_adapter(call: Call) -> Verdict | None:
-    adapters = getattr(call.model, "peft_config", None)
-    if not adapters or not any(getattr(x, "alora_invocation_tokens", None) for x in adapters.values()):
-        return None
+@rule(
+    CHECKS,
+    "activated LoRA on rows of several documents, in any trainer",
+    ours=True,
+    where=lambda call: call.has_activated_lora,
+)
+def _has_one_adapter(call: Call) -> Verdict:
     return has_one_document(call), (
         "PEFT looks for alora_invocation_tokens once per row, so only one of several packed documents would have the "
         "adapter; use LoRA without them, or batches of whole sequences"

@@ -36,7 +36,7 @@ def check_tree_positions(mask: FlashMask, position_ids: Tensor | None) -> None:
         RuntimeError: the first position of a branch is not higher than its parent's, or is higher than the position of
             the token before it in the row; or there are branches and no positions (a device-side check).
     """
-    branch, parent = _branches(subtree_ends(mask))
+    _, branch, parent = _first_tokens(subtree_ends(mask))
     fits, got = ~branch, "position_ids are missing"
     if position_ids is not None:
         got = "position_ids do not branch"
@@ -48,19 +48,6 @@ def check_tree_positions(mask: FlashMask, position_ids: Tensor | None) -> None:
         f"{VECTORS} are of a tree or a shared question, but {got}; pass depths as the collators do, or, if the mask "
         "only drops keys, mask.bidirectional().indices",
     )
-
-
-def _follows_document(ends: Tensor) -> Tensor:
-    """Return which tokens start a document right after another's last token; bool of the shape of `ends`, [..., S].
-
-    Args:
-        ends: int [..., S], one past the last row that sees each key, as `subtree_ends` returns it.
-    """
-    token = torch.arange(ends.shape[-1], device=ends.device)
-    real = ends > token
-    last = torch.where(real, ends, 0).cummax(-1).values  # of all keys up to each
-    after_real, closed = (nn.functional.pad(x[..., :-1], (1, 0)) for x in (real, last))
-    return real & after_real & (closed <= token)
 
 
 def subtree_ends(mask: FlashMask) -> Tensor:
@@ -82,16 +69,18 @@ def subtree_ends(mask: FlashMask) -> Tensor:
     return torch.where(nested, last, length)
 
 
-def _branches(ends: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the branches of a causal mask: tokens that see earlier tokens, but not the one right before.
+def _first_tokens(ends: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Find the tokens of a causal mask that do not continue the token right before, which sees some row.
 
     A token after a hidden token does not count: the hidden token may be its parent.
 
     Args:
-        ends: int [B, H, S], LTS.
+        ends: int [B, H, S], one past the last row that sees each key, as `subtree_ends` returns it.
 
     Returns:
-        branch: bool [B, H, S], whether a branch starts; False throughout a mask that is not of trees.
+        document: bool [B, H, S], whether a document starts: the token sees no other.
+        branch: bool [B, H, S], whether a branch starts: the token sees earlier tokens, but not the one right before;
+            False throughout a mask that is not of trees.
         parent: int64 [B, H, S], the last key that a token sees besides itself, in a mask of trees.
     """
     length = ends.shape[-1]
@@ -106,10 +95,9 @@ def _branches(ends: Tensor) -> tuple[Tensor, Tensor]:
     place = torch.searchsorted(ordered, code - length) - 1
     parent = ordered.gather(-1, place.clamp(min=0)) % length
     has_parent = real & (depth > 1)
-    nested = ends.gather(-1, parent) >= ends
-    is_tree = (nested | ~has_parent).all(-1, keepdim=True)
+    is_tree = ((ends.gather(-1, parent) >= ends) | ~has_parent).all(-1, keepdim=True)
     after_real = nn.functional.pad(real[..., :-1], (1, 0))
-    return has_parent & is_tree & after_real & (parent < token - 1), parent
+    return real & after_real & ~has_parent, has_parent & is_tree & after_real & (parent < token - 1), parent
 
 
 def mask_of(call: Call) -> FlashMask | None:
@@ -125,7 +113,7 @@ def has_one_document(call: Call) -> Tensor | None:
     """Return whether a call has at most one document per row, bool []; None if it has no document boundaries."""
     mask, documents = mask_of(call), call.documents
     if mask is not None and call.positions is None:
-        return ~_follows_document(subtree_ends(mask)).any()
+        return ~_first_tokens(subtree_ends(mask))[0].any()
     if mask is None or documents is None or mask.kv_len != documents.starts.shape[1]:
         return None if documents is None else documents.is_one_per_row()
     shown = (mask.indices[:, 0] > 0).any(-1)  # padding has positions 0
@@ -171,8 +159,8 @@ def _is_no_first_token_learned(call: Call) -> Verdict | None:
     found = _shifted_labels(call)
     if found is None or found[1].shape[1] != found[0].kv_len:
         return None
-    ends, learned = subtree_ends(found[0]), found[1] != IGNORED
-    first = (_branches(ends)[0] | _follows_document(ends))[:, 0]
+    document, branch, _ = _first_tokens(subtree_ends(found[0]))
+    first, learned = (document | branch)[:, 0], found[1] != IGNORED
     return ~(first & learned.to(first.device)).any(), (
         "labels name the first token of a branch or of a packed document, which the model's loss predicts from the "
         "token before in the row; set it to -100 there, as the collators of flashmask_hf do"

@@ -156,12 +156,13 @@ def test_masked_tokens_under_token_dropout_take_one_document_a_row():
 
 def test_activated_lora_takes_one_document_a_row():
     model, _ = model_pair("llama")
-    model.peft_config = {"default": SimpleNamespace(alora_invocation_tokens=[1])}
 
     def check_adapters(call):
         run_check("activated LoRA", model, input_ids=torch.ones(1, 6), **call)
 
     two, one_sequence = torch.tensor([[0, 1, 2, 0, 1, 2]]), torch.tensor([0, 6])
+    check_adapters({"position_ids": two, "cu_seq_lens_q": one_sequence})
+    model.peft_config = {"default": SimpleNamespace(alora_invocation_tokens=[1])}  # after a call without it
     for one in (
         {},
         {"cu_seq_lens_q": torch.tensor([0, 6, 6])},
