@@ -164,3 +164,61 @@ def test_mask_indices_that_part_an_image_are_refused(mask, positions):
     model = tiny_model("gemma3", {"text_config": "flashmask", "vision_config": "sdpa"})
     with pytest.raises(RuntimeError, match="hide tokens of a block"):
         model(**own, startend_row_indices=mask.indices, use_cache=False)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma4", "paligemma"])
+@pytest.mark.parametrize("form", ["documents", "blocks"])
+def test_rows_whose_images_another_attention_would_look_up_at_positions_are_refused(name, form):
+    kind, text = MODELS[name]
+    documents = documents_of(kind)
+    model = tiny_model(kind, "eager", **text)
+    row = row_of(documents) | indices_of(form, kind, documents)
+    with pytest.raises((ValueError, RuntimeError), match=r"'eager' ignores them; load with 'flashmask'"):
+        model(**row, use_cache=False)
+
+
+def qwen_row() -> tuple[Any, list[dict[str, Tensor]], dict[str, Tensor]]:
+    """Return a Qwen2.5-VL, two documents with images, and the row of both without positions."""
+    documents = [document("qwen2_5_vl", images, 4) for images in ([(1, 2)], [(1, 1), (2, 1)])]
+    for own in documents:
+        own.pop("labels")
+    return tiny_model("qwen2_5_vl", "flashmask"), documents, row_of(documents)
+
+
+@pytest.mark.parametrize("restart", [True, False])
+def test_images_beside_positions_of_text_are_refused(restart):
+    model, documents, row = qwen_row()
+    lengths = [own["input_ids"].shape[1] for own in documents]
+    positions = torch.cat([torch.arange(n) for n in (lengths if restart else [sum(lengths)])])[None]
+    with pytest.raises(ValueError, match=r"position_ids \[B, S\] beside pixel_values .* pass none, or \[4, B, S\]"):
+        model(**row, position_ids=positions)
+    text = {"input_ids": torch.randint(6, 80, row["input_ids"].shape), "position_ids": positions}
+    assert model(**text).logits.isfinite().all()
+
+
+def test_positions_of_axes_pass_under_another_attention():
+    """It finds documents in the first of four axes, and none in three."""
+    model, documents, row = qwen_row()
+    given = [dict(own, mm_token_type_ids=(own["input_ids"] == IMAGE).int()) for own in documents]
+    keys = ("input_ids", "image_grid_thw", "mm_token_type_ids")
+    axes = torch.cat([model.model.get_rope_index(**{key: own[key] for key in keys})[0] for own in given], -1)
+    text = torch.cat([torch.arange(own["input_ids"].shape[1]) for own in documents])
+    row = row | indices_of("documents", "qwen2_5_vl", documents) | {"use_cache": False}
+    row.pop("mm_token_type_ids", None)
+    four = torch.cat([text.expand(1, 1, -1), axes])
+    want = torch.cat([model(**own).logits for own in documents], 1)
+    for attention in ("flashmask", "sdpa"):
+        model.set_attn_implementation(attention)
+        assert (model(**row, position_ids=four).logits - want).abs().max() <= BOUND * want.abs().max()
+    with pytest.raises((ValueError, RuntimeError), match=r"'sdpa' ignores them"):
+        model(**row, position_ids=axes)
+
+
+def test_generation_from_images_takes_the_models_positions():
+    model, (own, _), _ = qwen_row()
+    given = dict(
+        own, max_new_tokens=3, do_sample=False, eos_token_id=None, attention_mask=torch.ones_like(own["input_ids"])
+    )
+    got = [model.eval().generate(**given, use_cache=use_cache) for use_cache in (True, False)]
+    model.set_attn_implementation("sdpa")
+    assert all(torch.equal(x, model.generate(**given)) for x in got)

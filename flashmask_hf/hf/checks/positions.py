@@ -1,6 +1,6 @@
-"""Positions of packed rows in models that embed them, such as GPT-2, BERT and RoBERTa.
+"""Positions of packed rows in models that embed them, such as GPT-2, BERT and RoBERTa, and of images along axes.
 
-Without `position_ids` these models number a row from end to end. Some count from `padding_idx + 1`, collators from 0.
+Without `position_ids` the former number a row from end to end. Some count from `padding_idx + 1`, collators from 0.
 """
 
 from __future__ import annotations
@@ -100,4 +100,26 @@ def _restarts_nowhere(call: Call) -> Verdict | None:
     return ~broken, (
         f"position_ids start again in one row, but {call.name} counts from {first} and hands them to no mask, so "
         f"documents would see each other; pass {VECTORS} with them"
+    )
+
+
+def _has_rope_index(call: Call) -> bool:
+    return hasattr(call.model, "get_rope_index")
+
+
+@rule(
+    CHECKS,
+    "images beside `position_ids` [B, S] in a model of several axes (Qwen-VL)",
+    "position_ids",
+    where=_has_rope_index,
+)
+def _are_images_along_axes(call: Call) -> Verdict | None:
+    pixels = [
+        x for x, value in call.named.items() if value is not None and x.startswith(("pixel_values", "image_embeds"))
+    ]
+    if not pixels or call.tensor("position_ids", 2) is None:
+        return None
+    return False, (
+        f"position_ids [B, S] beside {pixels[0]} give tokens of an image the positions of text; pass none, or "
+        "[4, B, S] as DataCollatorForPackedVisionLanguageModeling(..., rope_index=RopeIndex.of(model))"
     )
