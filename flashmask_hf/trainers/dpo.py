@@ -57,7 +57,8 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, DPOTrainer):
     tiles.
 
     Datasets have one of TRL's preference formats, the format of `HuggingFaceH4/ultrafeedback_binarized`, or the columns
-    `prompt_ids`, `chosen_ids` and `rejected_ids`. Differences from TRL:
+    `prompt_ids`, `chosen_ids` and `rejected_ids`. With a processor, a column `images` or `image` may hold images of
+    the prompt, which each model call runs once. Differences from TRL:
 
     - A model loaded by name gets the attention "flashmask".
     - `truncation_mode="keep_end"` cuts a question equally for both answers. The log counts the examples cut.
@@ -75,9 +76,9 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, DPOTrainer):
         ValueError: the model has another attention or cannot take packed rows; an option is not supported
             (`label_smoothing` with losses that do not read it, `label_smoothing_factor`, NEFTune, dispatched batches,
             prompt learning, activated LoRA, FSDP2's RAM-efficient loading of a reference model, `use_liger_kernel`
-            before TRL 1.15); a dataset is empty, has images, video or audio, or fewer rows than a batch with
-            `dataloader_drop_last`; or an example lacks a column, has an empty question or answer, or exceeds the
-            model's positions.
+            before TRL 1.15); a dataset is empty, has images without a processor, video or audio, or fewer rows than a
+            batch with `dataloader_drop_last`; images meet `row_length` or a PaliGemma; or an example lacks a column,
+            has an empty question or answer, or exceeds the model's positions.
 
     Example:
         ```python

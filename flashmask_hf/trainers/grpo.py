@@ -32,6 +32,9 @@ class SharedPromptGRPOTrainer(SharedPrompts, GRPOTrainer):
     TRL's; results differ only by the order of sums. A model loaded by name gets the attention "flashmask"; reward
     models keep theirs. Dropout draws once per shared token.
 
+    With a processor, prompts may have images. Completions share a prompt if its tokens and pixels are equal, and each
+    model call runs its images once. Generation runs them once per completion.
+
     > Regrouping
 
     TRL shuffles completions over micro-batches. They are regrouped by prompt within each optimizer step, unless the
@@ -52,9 +55,9 @@ class SharedPromptGRPOTrainer(SharedPrompts, GRPOTrainer):
     Raises:
         TypeError: `args` is not a `trl.GRPOConfig`.
         ValueError: the model's attention is not "flashmask", the model cannot take packed rows, a dataset is empty or
-            has no column `prompt`; or for prompts without tokens, images, prompt learning, activated LoRA, NEFTune,
-            dispatched batches, continuous batching, `use_liger_kernel` before TRL 1.15, and FSDP2's RAM-efficient
-            loading of a reference model.
+            has no column `prompt`; or for prompts without tokens, images without a processor or in a PaliGemma, a
+            processor that pads on the right, prompt learning, activated LoRA, NEFTune, dispatched batches, continuous
+            batching, `use_liger_kernel` before TRL 1.15, and FSDP2's RAM-efficient loading of a reference model.
 
     Example:
         ```python

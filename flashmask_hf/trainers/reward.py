@@ -11,6 +11,7 @@ import torch
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 from torch import Tensor
+from transformers import ProcessorMixin
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from trl.trainer.reward_config import RewardConfig
 from trl.trainer.reward_trainer import RewardTrainer
@@ -35,6 +36,8 @@ from flashmask_hf.trainers.reward_data import check_margins, prepare_rows
 from flashmask_hf.trainers.reward_losses import LOSSES, pair_mean
 
 logger = get_logger(__name__)
+
+_NO_IMAGES = "for TRL has no reward trainer of images"
 
 
 @dataclass
@@ -101,7 +104,8 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, RewardTrainer):
         ValueError: the model's attention is not "flashmask"; `neftune_noise_alpha`, `label_smoothing_factor`,
             dispatched batches, prompt learning, activated LoRA, adapters of another task or that do not save the head,
             context parallelism, sampling by missing lengths, or counts of `input_ids` (`include_num_input_tokens_seen`)
-            are set; arguments contradict each other, a dataset has a transform, no row is left, or a row is invalid.
+            are set; `processing_class` is a processor; arguments contradict each other, a dataset has images or a
+            transform, no row is left, or a row is invalid.
 
     Example:
         ```python
@@ -129,7 +133,9 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, RewardTrainer):
         **kwargs: Any,
     ):
         args = prepared_arguments(args, model, peft_config, RewardConfig, MultiAnswerRewardConfig)
-        datasets = text_datasets(train_dataset, eval_dataset)
+        if isinstance(processing_class, ProcessorMixin):
+            raise ValueError(f"processing_class must be a tokenizer, {_NO_IMAGES}; pass processing_class.tokenizer")
+        datasets = text_datasets(train_dataset, eval_dataset, way=f"remove the column, {_NO_IMAGES}")
         if getattr(peft_config, "task_type", None) == "CAUSAL_LM":
             raise ValueError("peft_config: task_type='CAUSAL_LM' does not save a reward model's head; use 'SEQ_CLS'")
         if args.include_num_input_tokens_seen != "no" or "inputs" in args.include_for_metrics:

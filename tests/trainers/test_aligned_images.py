@@ -17,7 +17,7 @@ pytestmark = TRAINER_WARNINGS
 
 GRADIENT_BOUND = 2e-5
 """Largest difference of a gradient's entries, relative to its largest: sums of 200 tokens in float32, reordered."""
-LOSS_BOUND = {"rel": 2e-5, "abs": 1e-6}
+LOSS_BOUND: dict[str, Any] = {"rel": 2e-5, "abs": 1e-6}
 
 MIXED = ([(2, 2)], [(2, 2)], [], [(2, 4)])
 """Two prompts of equal text with two images, one without an image, one with a larger image."""

@@ -28,6 +28,7 @@ from tools.rewards import (
     without,
 )
 from tools.tiny import CHECKPOINTING, TRAINER_WARNINGS, conversation, preference_rows
+from tools.vision import tiny_processor
 from transformers import HfArgumentParser
 from trl import RewardConfig, RewardTrainer
 from trl.trainer.reward_trainer import DataCollatorForPreference
@@ -434,6 +435,8 @@ def test_invalid_arguments_raise(model_path, tokenizer, tmp_path):
         trainer(model=get_peft_model(load(model_path), prefix))
     with pytest.raises(ValueError, match="loss_type must be one of pairwise, listwise, got 'pointwise'"):
         trainer(loss_type="pointwise")
+    with pytest.raises(ValueError, match="processing_class must be a tokenizer, for TRL has no reward trainer of im"):
+        make(MultiAnswerRewardTrainer, model_path, tiny_processor("llava"), tmp_path)
     with pytest.raises(ValueError, match="every example of the train dataset has an answer that brings it over"):
         trainer(max_length=1)
     with pytest.raises(ValueError, match="the eval dataset is empty"):
