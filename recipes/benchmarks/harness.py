@@ -171,10 +171,11 @@ def attempt(function: Callable[[], Any]) -> tuple[Any, float, float] | str:
 def available(names: Sequence[str], device: str) -> list[str]:
     running = []
     for name in names:
-        version = name.rpartition("flash_attention_")[2]
+        plain = name.removesuffix("_single")
+        version = plain.rpartition("flash_attention_")[2]
         if "flex_attention" in name and device == "cpu":
             print(f"{name} is left out: it has no backward on a CPU", flush=True)
-        elif version != name and not getattr(import_utils, f"is_flash_attn_{version}_available")():
+        elif version != plain and not getattr(import_utils, f"is_flash_attn_{version}_available")():
             print(f"{name} is left out: flash-attn {version} is not installed, or there is no GPU", flush=True)
         else:
             running.append(name)

@@ -11,7 +11,14 @@ import torch
 from harness import random_lengths
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3Config,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen3Config,
+)
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig
 from trl.trainer.utils import add_fused_lm_head
 
@@ -34,6 +41,24 @@ def _shape(*sizes: int, **more: Any) -> dict[str, Any]:
     return {**dict(zip(SIZES, sizes, strict=True)), **options, **more}
 
 
+def _qwen_vl(depth: int, width: int, mlp: int, whole: list[int], *text: int) -> dict[str, Any]:
+    """Return the options of a Qwen2.5-VL by sizes of tower and text; the last token ids are of images and videos."""
+    options, head_dim = _shape(*text), text[0] // text[3]
+    sections = [head_dim // 8, 3 * head_dim // 16, 3 * head_dim // 16]
+    options["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections}
+    tower = {"depth": depth, "hidden_size": width, "intermediate_size": mlp, "out_hidden_size": text[0]}
+    ids = {"image_token_id": text[5] - 1, "video_token_id": text[5] - 2, "tie_word_embeddings": True}
+    return {"text_config": options, "vision_config": tower | {"fullatt_block_indexes": whole}, **ids}
+
+
+def _gemma(side: int, depth: int, width: int, mlp: int, *text: int, **more: Any) -> dict[str, Any]:
+    """Return the options of a Gemma 3 for images of `side` x `side` pixels; the last token id is of images."""
+    tower = {"image_size": side, "num_hidden_layers": depth, "hidden_size": width, "intermediate_size": mlp}
+    ids = {"image_token_index": text[5] - 1, "mm_tokens_per_image": (side // 56) ** 2, "tie_word_embeddings": True}
+    heads = {"patch_size": 14, "num_attention_heads": 16}
+    return {"text_config": _shape(*text, **more), "vision_config": tower | heads, **ids}
+
+
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.2-1b": _shape(2048, 8192, 16, 32, 8, 128256, head_dim=64, **ROPE),
@@ -42,7 +67,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         2560, 9728, 36, 32, 8, 151936, head_dim=128, rope_parameters=ROPE["rope_parameters"] | {"rope_theta": 1e6}
     ),
     "tiny": _shape(256, 512, 2, 4, 2, 1024, head_dim=64),
+    "qwen2.5-vl-3b": _qwen_vl(32, 1280, 3420, [7, 15, 23, 31], 2048, 11008, 36, 16, 2, 151936),
+    "gemma-3-4b": _gemma(896, 27, 1152, 4304, 2560, 10240, 34, 8, 4, 262208, head_dim=256, sliding_window=1024),
+    "qwen2.5-vl-tiny": _qwen_vl(2, 256, 96, [1], 64, 96, 2, 4, 2, 1024),
+    "gemma-3-tiny": _gemma(112, 2, 128, 96, 64, 96, 2, 4, 2, 1024, head_dim=16),
 }
+FAMILIES: dict[str, Any] = {"qwen3": Qwen3Config, "qwen2.5-vl": Qwen2_5_VLConfig, "gemma-3": Gemma3Config}
 
 # Trainer and arguments of this package and of TRL by task; TRL's SFT packs other rows.
 TRAINERS: dict[str, tuple[tuple[Any, Any], ...]] = {
@@ -76,7 +106,8 @@ def build_model(
         full: whether the weights are in float32, as on a CPU, and not in bfloat16.
         **options: further options of the model's configuration.
     """
-    config = (Qwen3Config if shape.startswith("qwen3") else LlamaConfig)(**{**SHAPES[shape], **options})
+    family = next((made for prefix, made in FAMILIES.items() if shape.startswith(prefix)), LlamaConfig)
+    config = family(**{**SHAPES[shape], **options})
     torch.manual_seed(seed)
     with torch.device(device):
         dtype = torch.float32 if full or device == "cpu" else torch.bfloat16

@@ -5,18 +5,23 @@
     python recipes/benchmarks/training.py --shapes llama-3.2-1b --tasks sft --lengths 8192 --steps 3   # a minute
     python recipes/benchmarks/training.py --tasks dpo --implementations flashmask trl_sdpa trl_flex_attention_single
     python recipes/benchmarks/training.py --shapes tiny --device cpu --lengths 512 1024
+    python recipes/benchmarks/training.py images --shapes qwen2.5-vl-3b --deadline 560 --csv images.csv
 
 Models have random weights, in bfloat16 (float32 on a CPU), with gradient checkpointing and AdamW; a step is one packed
 row (FlashMask, appendix A.2.1). Tasks: `sft` (of 8B: `lora`) and `lora` with TRL's head (`--full-logits`: without) on 1
 to 10 documents; `dpo` (with a reference model) and `reward` on 1 to 10 questions with 2 and 6 answers, whose tokens per
 second count each question once.
 
+`images_20`, `images_50` and `images_80` fine-tune a vision-language model on conversations with that percentage of
+image tokens: turns of 32 to 4,096 tokens (log-normal, median 256) and images of 64 to 1,024 tokens (of Gemma: 256).
+
 Implementations:
 
 - `flashmask`; `sdpa`, `flex_attention`: the same row with a dense mask or a block mask.
 - `flash_attention_2`, `_3`, `_4`: the varlen path; DPO and the reward model as in stock TRL, question by question.
 - `trl_sdpa`, `trl_flex_attention`, `trl_flash_attention_4`: stock TRL, which repeats the question for each answer and
-  pads; `_single`: question by question, with gradient accumulation. Six answers are three pairs.
+  pads; `_single`: question by question, with gradient accumulation. Six answers are three pairs. With images: batches
+  of 8 conversations, padded, and `_single`: one by one.
 
 Settings join by "+": `eager`; `kept` keeps attention's results (flashmask alone); `liger` runs Liger's kernels;
 `compiled` compiles each layer. All run in turns on one model, after their losses (DPO: log-probabilities, reward
@@ -41,11 +46,12 @@ from typing import Any
 import torch
 from datasets import Dataset
 from harness import Results, attempt, available, flags, free_memory, parsed, random_lengths, time_left
+from images import Conversations
 from packed_attention import attention, block_mask, dense_mask
 from shapes import SHAPES, TRAINERS, arguments_of, build_model, make_rows, tokenizer
 from torch import Tensor
 from torch._dynamo.utils import counters
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
 from transformers.integrations.liger import apply_liger_kernel
 from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -60,9 +66,10 @@ from common import compile_layers
 PACKED = ("flashmask", "sdpa", "flex_attention")
 VARLEN = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 WHOLE = ("trl_sdpa", "trl_flex_attention", "trl_flash_attention_4")  # all questions of a row in one batch
-STOCK = (*WHOLE, "trl_sdpa_single", "trl_flex_attention_single")
+STOCK = (*WHOLE, *(f"{name}_single" for name in WHOLE))
 SETTINGS = ("eager", "kept", "liger", "compiled")
 TASKS = ("sft", "lora", "dpo", "reward")
+IMAGES = ("images_20", "images_50", "images_80")
 ANSWERS = {"dpo": 2, "reward": 6}
 ADAPTERS_ONLY = ("llama-3.1-8b",)
 LATE = "out of time"
@@ -70,16 +77,25 @@ TOLERANCE = {"cuda": 5e-3, "cpu": 1e-5}  # largest difference of two losses, in 
 # FlexAttention compiles longest and is last: at each length, it takes no time of the others' first steps.
 STUDIES: dict[str, dict[str, Sequence[Any]]] = {
     "lengths": {
+        "shapes": ["llama-3.2-1b", "llama-3.1-8b"],
         "tasks": TASKS,
         "implementations": ("flashmask", "sdpa", *VARLEN, "flex_attention"),
         "settings": ["eager"],
         "lengths": [2**power for power in range(12, 20)],
     },
     "settings": {
+        "shapes": ["llama-3.2-1b", "llama-3.1-8b"],
         "tasks": ["sft"],
         "implementations": ("flashmask", "sdpa", "flash_attention_4", "flex_attention"),
         "settings": ["eager", "kept", "liger", "kept+liger", "compiled", "compiled+kept"],
         "lengths": [2048, 4096, 8192, 32768, 131072],
+    },
+    "images": {
+        "shapes": ["qwen2.5-vl-3b", "gemma-3-4b"],
+        "tasks": IMAGES,
+        "implementations": ("flashmask", "trl_flash_attention_4", "trl_sdpa", "trl_sdpa_single"),
+        "settings": ["eager"],
+        "lengths": [8192, 32768],
     },
 }
 
@@ -143,7 +159,8 @@ class FineTuning:
     def __init__(self, task: str, shape: str, a: argparse.Namespace):
         self.device, self.fused = a.device, not a.full_logits
         rank = 16 if task == "lora" or shape in ADAPTERS_ONLY else 0
-        self.model = build_model(shape, a.device, rank=rank, fused=self.fused)
+        kind = AutoModelForImageTextToText if task in IMAGES else AutoModelForCausalLM
+        self.model = build_model(shape, a.device, kind=kind, rank=rank, fused=self.fused)
         self.models = [self.model]
 
     def draw(self, length: int, count: int) -> Sequence[Any]:
@@ -161,6 +178,32 @@ class FineTuning:
     def figures(self, implementation: str, length: int) -> list[tuple[float, float]]:
         """Return what must agree between implementations, each with its allowed difference."""
         return [(self.run(implementation, self.draw(length, 1)[0]), TOLERANCE[self.device])]
+
+
+class ImageTuning(FineTuning):
+    """Fine-tuning of a vision-language model: a packed row, and TRL's padded batches of its conversations."""
+
+    def __init__(self, task: str, shape: str, a: argparse.Namespace):
+        super().__init__(task, shape, a)
+        self.share, self.conversations = int(task.removeprefix("images_")) / 100, Conversations(self.model)
+
+    def draw(self, length: int, count: int) -> Sequence[Any]:
+        """Draw rows of `length` tokens."""
+        generator = torch.Generator().manual_seed(length)
+        return [self.conversations.draw(length, self.share, generator) for _ in range(count)]
+
+    def run(self, implementation: str, row: dict[str, Any]) -> float:
+        """Run forward and backward of a row, in one or more batches; return the loss."""
+        form = "single" if implementation.endswith("_single") else "batches"
+        self.model.set_attn_implementation(implementation.removeprefix("trl_").removesuffix("_single"))
+        options = {"fused_lm_head": True} if self.fused else {"use_cache": False}
+        losses = []
+        for batch, pixels in row["packed" if implementation == "flashmask" else form]:
+            images = {} if pixels.start == pixels.stop else {"pixel_values": self.conversations.pixels[pixels]}
+            loss = self.model(**batch, **images, **options, num_items_in_batch=row["labels"]).loss
+            loss.backward()
+            losses.append(loss.detach())
+        return float(sum(losses))
 
 
 def make_row(task: str, length: int, vocab: int, generator: torch.Generator) -> list[Document]:
@@ -283,15 +326,23 @@ class Series:
         return found | {"first_step_seconds": round(self.first or 0, 2), "compilations": self.compilations}
 
 
+def can_run(implementation: str, task: str, shape: str) -> bool:
+    """Return whether an implementation runs a task: FlashAttention hides later tokens of an image from Gemma's."""
+    if task in IMAGES and implementation in STOCK:
+        return not (shape.startswith("gemma") and "flash_attention" in implementation)
+    return implementation == "flashmask" if task in IMAGES else task in ANSWERS or implementation not in STOCK
+
+
 class Study:
     """One model of a task in training, and the series that share it."""
 
     def __init__(self, task: str, shape: str, a: argparse.Namespace):
         self.arguments = a
-        names = [name for name in a.implementations if task in ANSWERS or name not in STOCK]
+        kind = Alignment if task in ANSWERS else ImageTuning if task in IMAGES else FineTuning
+        self.task = kind(task, shape, a)
+        names = [name for name in a.implementations if can_run(name, task, shape)]
         pairs = [(name, setting) for setting in a.settings for name in names]
         self.series = [Series(*pair) for pair in pairs if pair[0] == "flashmask" or "kept" not in pair[1]]
-        self.task = (Alignment if task in ANSWERS else FineTuning)(task, shape, a)
         self.switch = Switch(self.task.models, a.settings)
         trained = [x for x in self.task.model.parameters() if x.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=1e-6, fused=True)
@@ -359,6 +410,11 @@ class Study:
                 if made is not None:
                     one.steps.append(made[1:])
         found = [one.figures(length) for one in self.series]
+        if isinstance(self.task, ImageTuning):
+            images = statistics.fmean(row["images"] for row in rows)
+            for figures in found:
+                seconds: Any = figures["seconds_per_step"]
+                figures["images_per_second"] = round(images / seconds, 2) if seconds else ""
         self.series = [one for one in self.series if not one.ended]
         return found
 
@@ -372,8 +428,8 @@ def setting(text: str) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = flags(__doc__, deadline=True)
     parser.add_argument("study", nargs="?", default="lengths", choices=STUDIES)
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["llama-3.2-1b", "llama-3.1-8b"])
-    parser.add_argument("--tasks", nargs="+", choices=TASKS)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES)
+    parser.add_argument("--tasks", nargs="+", choices=(*TASKS, *IMAGES))
     parser.add_argument(
         "--implementations", nargs="+", choices=["flashmask", "sdpa", "flex_attention", *VARLEN, *STOCK]
     )

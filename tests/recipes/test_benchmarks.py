@@ -328,6 +328,33 @@ def training(monkeypatch):
     return training, taken, losses
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("shape", ["qwen2.5-vl-tiny", "gemma-3-tiny"])
+def test_training_with_images(shape, run, monkeypatch):
+    """The packed row, the padded batches and the single conversations have one loss, or the program exits."""
+    import images
+
+    monkeypatch.setattr(images, "SIDES", (2, 6))
+    peers = ["trl_sdpa", "trl_sdpa_single"]
+    flags = ["--tasks", "images_50", "--implementations", "flashmask", "sdpa", *peers, "--lengths", 1024]
+    rows = run("training", "images", "--shapes", shape, "--steps", 1, *flags)
+    assert [row["implementation"] for row in rows] == ["flashmask", *peers]
+    assert all(float(row["images_per_second"]) > 0 for row in rows)
+
+
+@pytest.mark.parametrize("share", [0.2, 0.8])
+def test_conversations_fill_a_row(share):
+    import images
+
+    drawn = images.draw(65536, share, (8, 32), torch.Generator().manual_seed(0))
+    lengths = [text + sum(height * width for height, width in sizes) for text, sizes in drawn]
+    tokens = sum(lengths) - sum(text for text, _ in drawn)
+    assert sum(lengths) == 65536
+    assert min(lengths) >= images.SHORTEST
+    assert tokens / 65536 == pytest.approx(share, abs=0.05)
+    assert all(len(sizes) < text for text, sizes in drawn)
+
+
 def test_out_of_memory_ends_one_series(training, run):
     flags = ["--tasks", "sft", "--implementations", "flashmask", "sdpa", "--lengths", 256, 512, 1024, 2048]
     rows = run("training", *TINY, *flags)
