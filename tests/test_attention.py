@@ -30,7 +30,7 @@ from tools.support import (
 )
 
 from flashmask_hf import FlashMask, flashmask_attention, masks, tile_plan, torch_internals
-from flashmask_hf.tile_plan import ROWS, plan_columns
+from flashmask_hf.tile_plan import ROWS, build_plan, plan_columns
 
 CPU = (torch.float32, torch.bfloat16, torch.float16)
 INTERPRETER = (torch.float32, torch.float16)
@@ -394,7 +394,6 @@ def test_skipping_tiles_changes_no_bit(lane: Lane, family: str, monkeypatch: pyt
     from tools import portable_kernels
 
     from flashmask_hf.kernels.portable import backward
-    from flashmask_hf.kernels.shared.plan_kernels import build_plan
 
     q_len, kv_len = (130, 200) if INTERPRETED else (513, 769)
     mask = FAMILIES[family](kv_len, q_len).to(lane.device)

@@ -1,6 +1,6 @@
 """Attention functions that take flashmask's place on the same packed rows, so that one trainer runs all of them.
 
-`attention(name)` puts one of `NAMES` behind `attn_implementation="flashmask"`:
+`attention(name)` puts one of `FUNCTIONS` behind `attn_implementation="flashmask"`:
 
 - `flashmask`: the package's own function.
 - `sdpa`, `flex_attention`: SDPA with a dense mask, and FlexAttention with a `BlockMask`, made once per row.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -87,28 +88,19 @@ def _portable(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: FlashMas
     return flashmask_attention(q, k, v, mask, scale=scaling, impl=impl).transpose(1, 2)
 
 
-def _build_unskipped(indices: Tensor, causal: bool, q_len: int) -> plan_in_torch.Plan:
-    build = plan_in_torch.build_plan
-    if indices.is_cuda:
-        from flashmask_hf.kernels.shared.plan_kernels import build_plan as build
-    return build(indices, causal, q_len, skip=False)
-
-
-_FUNCTIONS: dict[str, Callable[..., tuple[Tensor, None]]] = {
+FUNCTIONS: dict[str, Callable[..., tuple[Tensor, None]]] = {
     "flashmask": attention_forward,
     "sdpa": _converted(dense_mask, sdpa_attention_forward),
     "flex_attention": _converted(block_mask, flex_attention_forward),
     "flashmask_portable": _portable,
     "flashmask_unskipped": _portable,
 }
-
-NAMES = tuple(_FUNCTIONS)
 """What `attention` takes."""
 
 
 @contextlib.contextmanager
 def attention(name: str) -> Iterator[None]:
-    """Put one of `NAMES` behind `attn_implementation="flashmask"` within the context, which must contain the backward.
+    """Put one of `FUNCTIONS` behind `attn_implementation="flashmask"` in the context, which must contain the backward.
 
     A used batch keeps its plan, so `flashmask_unskipped` needs a batch of its own.
     """
@@ -117,7 +109,9 @@ def attention(name: str) -> Iterator[None]:
             # The steps of "torch" join several tiles of a list, so sums would depend on what the list holds.
             stack.enter_context(mock.patch.object(tiled, "_KEYS_PER_STEP", plan_in_torch.COLUMNS))
         if name == "flashmask_unskipped":
-            stack.enter_context(mock.patch.object(operators, "_build_plan", _build_unskipped))
-        AttentionInterface.register(FLASHMASK, _FUNCTIONS[name])
+            stack.enter_context(
+                mock.patch.object(operators, "_build_plan", partial(plan_in_torch.build_plan, skip=False))
+            )
+        AttentionInterface.register(FLASHMASK, FUNCTIONS[name])
         stack.callback(AttentionInterface.register, FLASHMASK, attention_forward)
         yield

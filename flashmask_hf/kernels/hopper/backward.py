@@ -95,12 +95,9 @@ def prepare_backward(
     new_accum = accum.allocator()
     new_counter = packed_layout(1, dtype=torch.int32, device=device).allocator()
     new_delta = packed_layout(batch, heads, q_len, dtype=torch.float32, device=device).allocator()
-    if ordered:
-        gradients = [packed_layout(*x.shape, dtype=x.dtype, device=device, order=(0, 2, 1, 3)) for x in given]
-        promised = gradients
-    else:
-        promised = [layout_like(x) for x in given]  # by the operator's fake implementation
-        gradients = [describable_layout(x) for x in promised]
+    outermost = [packed_layout(*x.shape, dtype=x.dtype, device=device, order=(0, 2, 1, 3)) for x in given]
+    promised = outermost if ordered else [layout_like(x) for x in given]  # by the operator's fake implementation
+    gradients = [describable_layout(x) for x in promised]
     new_dq, new_dk, new_dv = (x.allocator() for x in gradients)
     new_promised = [x.allocator() for x in promised]
     laid_out = promised == gradients

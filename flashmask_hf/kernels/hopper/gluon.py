@@ -8,33 +8,6 @@ from __future__ import annotations
 import os
 from typing import Any
 
-__all__ = [
-    "TensorDescriptor",
-    "bits_below",
-    "device_enum",
-    "fence_async_shared",
-    "gl",
-    "gluon",
-    "group_barrier",
-    "import_failure",
-    "keep_marked",
-    "keep_signed",
-    "mbarrier",
-    "named_barrier_arrive",
-    "named_barrier_sync",
-    "opaque_zero",
-    "rescale",
-    "tma_load",
-    "tma_reduce_add",
-    "tma_store",
-    "tma_store_wait",
-    "unavailable_reason",
-    "wait_for_count",
-    "wait_for_writes",
-    "warpgroup_mma",
-    "warpgroup_mma_wait",
-]
-
 import_failure: str | None = None
 """Why Gluon, or a part that the kernels need, cannot be imported, or None."""
 

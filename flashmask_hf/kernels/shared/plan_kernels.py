@@ -50,7 +50,7 @@ class _Extremes(NamedTuple):
 @triton.jit
 def _classify(
     row_tile, column, width, extremes, q_len, kv_len,
-    ROWS: tl.constexpr, CAUSAL: tl.constexpr, N: tl.constexpr, SKIP: tl.constexpr,
+    ROWS: tl.constexpr, CAUSAL: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Classify row tiles against key tiles (paper, equation 4); the arguments broadcast.
 
@@ -61,7 +61,7 @@ def _classify(
         extremes: `_Extremes` of the key tiles.
 
     Returns:
-        (visible, partial). Hidden tiles count as partial unless SKIP.
+        (visible, partial).
     """
     first = row_tile * ROWS
     last = tl.minimum(first + ROWS, q_len)
@@ -77,8 +77,6 @@ def _classify(
     real = (first < q_len) & (column < kv_len)
     visible = real & (hidden == 0) & (touched == 0)
     partial = real & (hidden == 0) & touched
-    if not SKIP:
-        partial = real & (visible == 0)
     return visible, partial
 
 
@@ -98,7 +96,7 @@ def _load_range(extremes, NTH: tl.constexpr, lane, n_kv):
 def _column_plan(
     indices, extremes, segments, q_len, kv_len, n_q, n_kv,
     SUBTILES: tl.constexpr, CAUSAL: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    VISIBLE: tl.constexpr, PARTIAL: tl.constexpr, LANES: tl.constexpr, SKIP: tl.constexpr,
+    VISIBLE: tl.constexpr, PARTIAL: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Plan one key tile of SUBTILES * COLUMNS keys: extremes of its bounds, and segments of row tiles.
 
@@ -148,9 +146,9 @@ def _column_plan(
     visible_opened, visible_closed, partial_opened, partial_closed = 0, 0, 0, 0
     for first in range(0, n_q + 1, LANES):
         rows = first + tl.arange(0, LANES)
-        visible, partial = _classify(rows, first_column, width, own_extremes, q_len, kv_len, ROWS, CAUSAL, N, SKIP)
+        visible, partial = _classify(rows, first_column, width, own_extremes, q_len, kv_len, ROWS, CAUSAL, N)
         visible_before, partial_before = _classify(
-            rows - 1, first_column, width, own_extremes, q_len, kv_len, ROWS, CAUSAL, N, SKIP
+            rows - 1, first_column, width, own_extremes, q_len, kv_len, ROWS, CAUSAL, N
         )
         visible_before = visible_before & (rows > 0)
         partial_before = partial_before & (rows > 0)
@@ -186,7 +184,6 @@ def _clear_unused(ranges, count, SLOTS: tl.constexpr):
 def _row_plan(
     extremes, tiles, counts, q_len, kv_len, n_q, n_kv,
     WIDTH: tl.constexpr, CAUSAL: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
-    SKIP: tl.constexpr,
 ):  # fmt: skip
     """Plan one row tile: its list of key tiles, visible tiles from the front and partial tiles from the back.
 
@@ -211,7 +208,7 @@ def _row_plan(
             other_start = _load_range(extremes, 2, lane, n_kv)
             other_end = _load_range(extremes, 3, lane, n_kv)
         lane_extremes = _Extremes(start, end, other_start, other_end)
-        visible, partial = _classify(row, lane * WIDTH, WIDTH, lane_extremes, q_len, kv_len, ROWS, CAUSAL, N, SKIP)
+        visible, partial = _classify(row, lane * WIDTH, WIDTH, lane_extremes, q_len, kv_len, ROWS, CAUSAL, N)
         visible = (visible & inside).to(tl.int32)
         partial = (partial & inside).to(tl.int32)
         value = lane.to(tl.int16)
@@ -223,7 +220,7 @@ def _row_plan(
     tl.store(counts + 1, n_partial)
 
 
-def build_plan(indices: Tensor, causal: bool, q_len: int, *, skip: bool = True) -> Plan:
+def build_plan(indices: Tensor, causal: bool, q_len: int) -> Plan:
     """Build a plan on the GPU, as `flashmask_hf.tile_plan.build_plan`.
 
     Bounds out of range fail a device-side assertion.
@@ -238,11 +235,11 @@ def build_plan(indices: Tensor, causal: bool, q_len: int, *, skip: bool = True) 
         _column_plan[(n_kv * batch * heads,)](
             indices, extremes, plan.segments, q_len, kv_len, n_q, n_kv,
             SUBTILES=width // COLUMNS, CAUSAL=causal, N=n, ROWS=ROWS, COLUMNS=COLUMNS, VISIBLE=VISIBLE_SEGMENTS,
-            PARTIAL=PARTIAL_SEGMENTS, LANES=_LANES, SKIP=skip, num_warps=4, debug=True, sanitize_overflow=False,
+            PARTIAL=PARTIAL_SEGMENTS, LANES=_LANES, num_warps=4, debug=True, sanitize_overflow=False,
         )  # fmt: skip
         _row_plan[(n_q * batch * heads,)](
             extremes, plan.tiles, plan.counts, q_len, kv_len, n_q, n_kv,
-            WIDTH=width, CAUSAL=causal, N=n, ROWS=ROWS, LANES=_LANES, SKIP=skip, num_warps=4,
+            WIDTH=width, CAUSAL=causal, N=n, ROWS=ROWS, LANES=_LANES, num_warps=4,
         )  # fmt: skip
     return plan
 
@@ -272,7 +269,7 @@ def prepare_segments(problem: Problem, rows: int, columns: int, parts: int = 1) 
         n_kv * batch * heads,
         q_len, kv_len, n_q, n_kv,
         SUBTILES=parts, CAUSAL=problem.causal, N=n, ROWS=rows, COLUMNS=columns, VISIBLE=VISIBLE_SEGMENTS,
-        PARTIAL=PARTIAL_SEGMENTS, LANES=_LANES, SKIP=True, num_warps=4,
+        PARTIAL=PARTIAL_SEGMENTS, LANES=_LANES, num_warps=4,
     )  # fmt: skip
 
     def make(indices: Tensor) -> Tensor:
