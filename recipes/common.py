@@ -11,7 +11,7 @@ import re
 import sys
 import zipfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from datasets import DatasetDict, load_from_disk
 from safetensors import SafetensorError, safe_open
 from torch.distributed.elastic.multiprocessing.errors import record
 from transformers import TrainingArguments
+from transformers.hf_argparser import HfArg
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.trainer import TRAINER_STATE_NAME
@@ -51,16 +52,18 @@ SIZES = (
 """Flags that are numbers of at least 1, where the trainer's arguments have them."""
 
 
+flag: Any = HfArg
+"""Field of a dataclass of flags, with its `default` and `help`."""
+
+
 @dataclass
 class ComparisonArguments:
     """Flags beyond TRL's of the recipes that compare answers."""
 
-    show: int = field(
+    show: int = flag(
         default=0,
-        metadata={
-            "help": "After training, load the saved model and print its judgement of the answers to this number of "
-            "questions of the test split. Needs an evaluation: --do_eval or --eval_strategy."
-        },
+        help="After training, load the saved model and print its judgement of the answers to this number of "
+        "questions of the test split. Needs an evaluation: --do_eval or --eval_strategy.",
     )
 
 

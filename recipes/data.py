@@ -99,7 +99,7 @@ def question_answers() -> DatasetDict:
 
     def rows(examples: Sequence[_Example]) -> Iterator[dict[str, Any]]:
         for example in examples:
-            yield {"prompt": [_user(example.question)], "completion": [_assistant(example.answer)]}
+            yield {"prompt": [_turn("user", example.question)], "completion": [_turn("assistant", example.answer)]}
 
     splits = _splits(rows, ANSWER_CHARACTERS)
     facts = [_Example("", question, answer) for question, answer in FACTS.items()]
@@ -118,9 +118,9 @@ def preferences() -> DatasetDict:
         for example in language:
             other = min(library, key=lambda other: abs(len(other.answer) - len(example.answer)))
             yield {
-                "prompt": [_user(example.question)],
-                "chosen": [_assistant(example.answer)],
-                "rejected": [_assistant(other.answer)],
+                "prompt": [_turn("user", example.question)],
+                "chosen": [_turn("assistant", example.answer)],
+                "rejected": [_turn("assistant", other.answer)],
             }
 
     return _splits(rows, COMPARED_CHARACTERS)
@@ -144,8 +144,8 @@ def rankings() -> DatasetDict:
             answers += [(other, 0.0) for other in generator.sample(library, others - len(related))]
             generator.shuffle(answers)
             yield {
-                "prompt": [_user(example.question)],
-                "answers": [[_assistant(other.answer)] for other, _ in answers],
+                "prompt": [_turn("user", example.question)],
+                "answers": [[_turn("assistant", other.answer)] for other, _ in answers],
                 "scores": [score for _, score in answers],
             }
 
@@ -158,7 +158,7 @@ def passages() -> DatasetDict:
     def rows(examples: Sequence[_Example]) -> Iterator[dict[str, Any]]:
         for example in examples:
             task = f"Repeat {COPIED_WORDS} words of this text, each once:\n\n{example.answer}"
-            yield {"prompt": [_user(task)], "passage": example.answer}
+            yield {"prompt": [_turn("user", task)], "passage": example.answer}
 
     return _splits(rows, PASSAGE_CHARACTERS)
 
@@ -249,12 +249,8 @@ def _words(text: str) -> set[str]:
     return set(re.findall(r"\w+", text.lower()))
 
 
-def _user(content: str) -> dict[str, str]:
-    return {"role": "user", "content": content}
-
-
-def _assistant(content: str) -> dict[str, str]:
-    return {"role": "assistant", "content": content}
+def _turn(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
 
 
 def _answers(text: str, lengths: random.Random, characters: tuple[int, int]) -> list[str]:

@@ -23,7 +23,7 @@ import os
 import pkgutil
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import common
@@ -70,26 +70,21 @@ PARSE_MATH = ("accuracy_reward", "reasoning_accuracy_reward")
 class RecipeArguments:
     """Flags of this recipe beyond TRL's trainer configs."""
 
-    algorithm: str = field(
-        default="grpo",
-        metadata={"help": "The trainer, and the config whose flags apply.", "choices": list(ALGORITHMS)},
+    algorithm: str = common.flag(
+        default="grpo", help="The trainer, and the config whose flags apply.", metadata={"choices": list(ALGORITHMS)}
     )
-    reward_funcs: list[str] | None = field(
+    reward_funcs: list[str] | None = common.flag(  # noqa: RUF009  # the text names functions
         default=None,
-        metadata={
-            "help": f"Reward functions, added up: {', '.join(REWARDS)}, or dotted paths of functions of your own, such "
-            "as `my_lib.rewards.short`, from the working directory on."
-        },
+        help=f"Reward functions, added up: {', '.join(REWARDS)}, or dotted paths of functions of your own, such "
+        "as `my_lib.rewards.short`, from the working directory on.",
     )
-    reward_model_name_or_path: str | None = field(
-        default=None, metadata={"help": "Name or path of a reward model, a reward before those of `reward_funcs`."}
+    reward_model_name_or_path: str | None = common.flag(
+        default=None, help="Name or path of a reward model, a reward before those of `reward_funcs`."
     )
-    picture: bool = field(
+    picture: bool = common.flag(
         default=False,
-        metadata={
-            "help": "After training, draw the reward and the mask of one group of completions to picture.png in "
-            "`output_dir`. Needs matplotlib."
-        },
+        help="After training, draw the reward and the mask of one group of completions to picture.png in "
+        "`output_dir`. Needs matplotlib.",
     )
 
 

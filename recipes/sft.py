@@ -21,7 +21,7 @@ Every flag of TRL's `SFTConfig`, `ModelConfig`, `ScriptArguments` and `DatasetMi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import common
@@ -42,49 +42,37 @@ LONG_BATCH = 32_768  # tokens of a batch from which steps are measured before th
 class RecipeArguments:
     """Flags of this recipe beyond TRL's."""
 
-    split: bool = field(
+    split: bool = common.flag(
+        default=False, help="Cut examples longer than `max_length` into consecutive pieces, each a document of its own."
+    )
+    long_context: bool | None = common.flag(
+        default=None,
+        help="Measure two short rows before the first step, and choose from them what the flags below leave "
+        "open, so that batches fit. Default: where max_length times the batch size is at least 32,768, on a GPU, "
+        "with checkpointing.",
+    )
+    tile_tokens: int | None = common.flag(
+        default=None, help="Tokens of the tiles in which MLPs and norms run, 0 for none. `long_context` takes 8192."
+    )
+    keep_attention: bool | None = common.flag(
+        default=None,
+        help="With checkpointing, keep attention's results instead of computing attention twice: the same "
+        "losses, a shorter step, and about as much memory again as the checkpoints. Default: where memory allows, "
+        "but for compiled layers, which need the flag.",
+    )
+    host_gib: float | None = common.flag(
+        default=None,
+        help="GiB of pinned host memory, in each process, for checkpoints; the rest stays on the GPU. "
+        "`long_context` takes what does not fit on the GPU.",
+    )
+    generate: str | None = common.flag(
+        default=None,
+        help="After training, print two answers to this prompt: that of the model before, and of the saved one.",
+    )
+    picture: bool = common.flag(
         default=False,
-        metadata={"help": "Cut examples longer than `max_length` into consecutive pieces, each a document of its own."},
-    )
-    long_context: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Measure two short rows before the first step, and choose from them what the flags below leave "
-            "open, so that batches fit. Default: where max_length times the batch size is at least 32,768, on a GPU, "
-            "with checkpointing."
-        },
-    )
-    tile_tokens: int | None = field(
-        default=None,
-        metadata={"help": "Tokens of the tiles in which MLPs and norms run, 0 for none. `long_context` takes 8192."},
-    )
-    keep_attention: bool | None = field(
-        default=None,
-        metadata={
-            "help": "With checkpointing, keep attention's results instead of computing attention twice: the same "
-            "losses, a shorter step, and about as much memory again as the checkpoints. Default: where memory allows, "
-            "but for compiled layers, which need the flag."
-        },
-    )
-    host_gib: float | None = field(
-        default=None,
-        metadata={
-            "help": "GiB of pinned host memory, in each process, for checkpoints; the rest stays on the GPU. "
-            "`long_context` takes what does not fit on the GPU."
-        },
-    )
-    generate: str | None = field(
-        default=None,
-        metadata={
-            "help": "After training, print two answers to this prompt: that of the model before, and of the saved one."
-        },
-    )
-    picture: bool = field(
-        default=False,
-        metadata={
-            "help": "After training, draw the loss curve and the mask of one row to picture.png in `output_dir`. Needs "
-            "matplotlib, and rows that TRL does not pack."
-        },
+        help="After training, draw the loss curve and the mask of one row to picture.png in `output_dir`. Needs "
+        "matplotlib, and rows that TRL does not pack.",
     )
 
 

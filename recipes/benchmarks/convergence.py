@@ -74,16 +74,14 @@ def dataset_of(task: str) -> Any:
 
 @contextlib.contextmanager
 def deterministic() -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     settings: Any = torch.utils.deterministic
-    filled = settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
     settings.fill_uninitialized_memory = False  # filling takes a third of a step
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        settings.fill_uninitialized_memory = filled
+        torch.use_deterministic_algorithms(False)
+        settings.fill_uninitialized_memory = True  # the default
 
 
 def curve(task: str, name: str, seed: int, model_path: str, steps: int) -> list[float]:

@@ -40,10 +40,7 @@ def child(device: str) -> None:
     import torch
     import transformers.modeling_utils  # noqa: F401  # not part of the import that is timed
 
-    def synchronize() -> None:
-        if device == "cuda":
-            torch.cuda.synchronize()
-
+    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
     shape = (1, 4096, 16, 128) if device == "cuda" else (1, 128, 2, 16)
     q, k, v = (torch.randn(shape, device=device, dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for _ in "qkv")
     synchronize()

@@ -23,6 +23,7 @@ import tarfile
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -143,20 +144,18 @@ def document_bounds(mask: FlashMask, copies: int = 1) -> Tensor:
     return torch.cat([starts.flatten(), starts.new_tensor([mask.kv_len * copies])]).int()
 
 
-def _flashmask(impl: str | None, deterministic: bool = False, package: Any = None) -> Callable[[Case], Any]:
+def _flashmask(
+    case: Case, impl: str | None = None, deterministic: bool = False, package: Any = None
+) -> Callable[[], Attention]:
+    def make() -> Attention:
+        if package is not None:
+            other = package.FlashMask(case.mask.indices.clone(), case.mask.causal)
+            return lambda q, k, v: package.flashmask_attention(q, k, v, other)
+        fresh = FlashMask(case.mask.indices, case.mask.causal)  # without a cached plan
+        plan_of(fresh, case.mask.row_count())
+        return lambda q, k, v: flashmask_attention(q, k, v, fresh, impl=impl, deterministic=deterministic)
 
-    def prepare(case: Case) -> Callable[[], Attention]:
-        def make() -> Attention:
-            if package is not None:
-                other = package.FlashMask(case.mask.indices.clone(), case.mask.causal)
-                return lambda q, k, v: package.flashmask_attention(q, k, v, other)
-            fresh = FlashMask(case.mask.indices, case.mask.causal)  # without a cached plan
-            plan_of(fresh, case.mask.row_count())
-            return lambda q, k, v: flashmask_attention(q, k, v, fresh, impl=impl, deterministic=deterministic)
-
-        return make
-
-    return prepare
+    return make
 
 
 def planned(name: str, case: Case) -> Attention | None:
@@ -188,29 +187,25 @@ def add_commit(commit: str) -> None:
         package = importlib.import_module(renamed.name)
     finally:
         sys.modules["transformers"] = transformers
-    PROVIDERS["commit"] = Provider(_flashmask(None, package=package))
+    PROVIDERS["commit"] = Provider(partial(_flashmask, package=package))
 
 
 _compiled_flex = torch.compile(flex_attention, dynamic=False)
 
 
-def _flex(backend: str | None) -> Callable[[Case], Callable[[], Attention]]:
+def _flex(case: Case, backend: str | None = None) -> Callable[[], Attention]:
     options: Any = None if backend is None else {"BACKEND": backend}
     block = (256, 128) if backend == "FLASH" else 128  # FlashAttention-4 processes two tiles of queries at a time
+    visible = visible_pairs(case.mask)
+    rows, keys, device = case.mask.row_count(), case.mask.kv_len, str(case.mask.device)
 
-    def prepare(case: Case) -> Callable[[], Attention]:
-        visible = visible_pairs(case.mask)
-        rows, keys, device = case.mask.row_count(), case.mask.kv_len, str(case.mask.device)
+    def make() -> Attention:
+        blocks = create_block_mask(
+            visible, None, None, rows, keys, device=device, BLOCK_SIZE=block, _compile=device != "cpu"
+        )
+        return lambda q, k, v: _compiled_flex(q, k, v, block_mask=blocks, enable_gqa=True, kernel_options=options)
 
-        def make() -> Attention:
-            blocks = create_block_mask(
-                visible, None, None, rows, keys, device=device, BLOCK_SIZE=block, _compile=device != "cpu"
-            )
-            return lambda q, k, v: _compiled_flex(q, k, v, block_mask=blocks, enable_gqa=True, kernel_options=options)
-
-        return make
-
-    return prepare
+    return make
 
 
 def _swapped(attend: Callable[..., Any], **options: Any) -> Attention:
@@ -258,22 +253,18 @@ def _cudnn_flex(case: Case) -> Callable[[], Attention]:
     return make
 
 
-def _sdpa(backend: SDPBackend) -> Callable[[Case], Callable[[], Attention]]:
+def _sdpa(backend: SDPBackend, case: Case) -> Callable[[], Attention]:
+    if case.family not in ("full", "causal"):
+        raise CannotExpress("SDPA without a dense mask is full or causal")
+    causal = case.mask.causal
+    if causal and case.mask.row_count() != case.mask.kv_len:
+        raise CannotExpress("SDPA's is_causal aligns the first query with the first key, not the last ones")
 
-    def prepare(case: Case) -> Callable[[], Attention]:
-        if case.family not in ("full", "causal"):
-            raise CannotExpress("SDPA without a dense mask is full or causal")
-        causal = case.mask.causal
-        if causal and case.mask.row_count() != case.mask.kv_len:
-            raise CannotExpress("SDPA's is_causal aligns the first query with the first key, not the last ones")
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] > k.shape[1])
 
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            with sdpa_kernel(backend):
-                return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] > k.shape[1])
-
-        return lambda: attend
-
-    return prepare
+    return lambda: attend
 
 
 def _sdpa_dense(case: Case) -> Callable[[], Attention]:
@@ -325,15 +316,15 @@ def _sparse(kind: str, amount: int, known: bool = True) -> Provider:
 
 
 PROVIDERS: dict[str, Provider] = {
-    "flashmask": Provider(_flashmask(None)),
-    "flashmask_deterministic": Provider(_flashmask(None, deterministic=True)),
-    "flashmask_triton": Provider(_flashmask("triton")),
-    "flex_attention": Provider(_flex(None)),
-    "flex_flash": Provider(_flex("FLASH"), "flash_attn.cute", "flash-attn-4"),
+    "flashmask": Provider(_flashmask),
+    "flashmask_deterministic": Provider(partial(_flashmask, deterministic=True)),
+    "flashmask_triton": Provider(partial(_flashmask, impl="triton")),
+    "flex_attention": Provider(_flex),
+    "flex_flash": Provider(partial(_flex, backend="FLASH"), "flash_attn.cute", "flash-attn-4"),
     "fa4": Provider(_fa4, "flash_attn.cute", "flash-attn-4", makes_mask=False),
     "cudnn_flex": Provider(_cudnn_flex, "cudnn", "nvidia-cudnn-frontend"),
-    "cudnn": Provider(_sdpa(SDPBackend.CUDNN_ATTENTION), package="cudnn", makes_mask=False),
-    "sdpa": Provider(_sdpa(SDPBackend.FLASH_ATTENTION), makes_mask=False),
+    "cudnn": Provider(partial(_sdpa, SDPBackend.CUDNN_ATTENTION), package="cudnn", makes_mask=False),
+    "sdpa": Provider(partial(_sdpa, SDPBackend.FLASH_ATTENTION), makes_mask=False),
     "sdpa_dense": Provider(_sdpa_dense),
     **{f"hash_{n}": _sparse("hash", n) for n in (4, 16, 64)},
     "hash_16_any": _sparse("hash", 16, known=False),
