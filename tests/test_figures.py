@@ -253,6 +253,33 @@ def test_the_fastest_settings_of_both_are_compared(figures, tmp_path):
     assert "3.00x  over FlashAttention-4, padded" in drawn("grpo", tmp_path)
 
 
+def test_images_beside_stock_trl(figures, tmp_path, monkeypatch):
+    tables, write = figures
+    import charts
+
+    assert tables.images() == ""
+    case = {"shape": "gemma-3-4b", "task": "images_50", "images_per_second": "7.26"}
+    write("images_gemma_h200", [
+        trained_in("eager", name, rate, "8192", **case) for name, rate in
+        (("flashmask", "9000"), ("trl_sdpa", "3000"), ("trl_sdpa_single", "4500"))
+    ])  # fmt: skip
+    write("images_qwen_h200", [
+        trained_in("eager", name, rate, "8192", **case | {"shape": "qwen2.5-vl-3b"}) for name, rate in
+        (("flashmask", "8000"), ("trl_sdpa", "out of memory"), ("trl_flash_attention_4", "2000"))
+    ])  # fmt: skip
+    ways = ["packed rows", "FlashAttention-4, padded", "SDPA, padded", "SDPA, one by one"]
+    assert cells(tables.images()) == [
+        ["model", "tokens per row", "in images", "images/s, packed", *ways],
+        ["qwen2.5-vl-3b", "8,192", "50%", "7.3", "8,000 / 9", "2,000 / 9", "out of memory", "-"],
+        ["gemma-3-4b", "8,192", "50%", "7.3", "9,000 / 9", "-", "3,000 / 9", "4,500 / 9"],
+    ]
+    assert tables.images().endswith("(assets/images.svg)\n\n")
+    monkeypatch.setitem(charts.CHARTS, "images", charts.images_chart)  # without results it is left out
+    words = drawn("images", tmp_path)
+    assert "train 2.0x to 4.0x as fast" in words
+    assert "4.00x  over FlashAttention-4, padded" in words
+
+
 def drawn(name, folder):
     """Return the words of a chart."""
     import charts

@@ -165,6 +165,35 @@ def grpo_chart(figure: Figure) -> str:
     return f"{title}padded one (prompts x completions, tokens of a prompt : completion)"
 
 
+IMAGE_WAYS = {
+    "flashmask": "packed rows",
+    "trl_flash_attention_4": "FlashAttention-4, padded",
+    "trl_flash_attention_4_single": "FlashAttention-4, one by one",
+    "trl_sdpa": "SDPA, padded",
+    "trl_sdpa_single": "SDPA, one by one",
+}
+"""Ways to run conversations with images, in the order of a table."""
+
+
+def image_cases() -> list[list[Row]]:
+    """Return the rows of fine-tuning on images, in groups of one model, length and share of images."""
+    order = {name: place for place, name in enumerate(("qwen2.5-vl-3b", "gemma-3-4b"))}
+    cases = groups(read_all("images_*"), "shape", "length", "task")
+    return sorted(cases, key=lambda case: (order[case[0]["shape"]], int(case[0]["length"]), case[0]["task"]))
+
+
+def images_chart(figure: Figure) -> str:
+    """Draw fine-tuning on images over the fastest way of stock TRL."""
+    bars, speeds = Bars(), list[float]()
+    for case in image_cases():
+        speeds.append(gain(case))
+        row, other = case[0], IMAGE_WAYS[fastest(case)[1]["implementation"]]
+        name = f"{row['shape']}, {int(row['length']) // 1024}K, {row['task'].rpartition('_')[2]}% images"
+        bars[name] = {"flashmask": (speeds[-1], f"{speeds[-1]:.2f}x  over {other}")}
+    draw_bars(figure, bars, "fastest of stock TRL = 1")
+    return f"Packed rows with images train {min(speeds):.1f}x to {max(speeds):.1f}x as fast as the fastest of stock TRL"
+
+
 def parallel_chart(figure: Figure) -> str:
     """Draw rows of 131,072 tokens over two GPUs."""
     bars, kept = Bars(), list[float]()
@@ -354,6 +383,7 @@ CHARTS: dict[str, Callable[[Figure], str]] = {
         for shape in ("llama-3.2-1b", "llama-3.1-8b")
         for kind, column, label in (("row_speed", RATE, "tokens per second"), ("row_memory", "peak_gib", "peak GiB"))
     },
+    **({"images": images_chart} if read_all("images_*") else {}),
 }
 """Function of each chart in docs/assets, by its name without the suffix."""
 
@@ -415,6 +445,7 @@ PICTURES: dict[str, Callable[[Path], Any]] = {
     "mask": lambda path: masks.causal_document([900, 1500, 300, 1396]).plot(str(path)),
     "shared_question": lambda path: masks.share_question([(1600, [300, 420]), (1200, [240, 336])]).plot(str(path)),
     "prompt_group": lambda path: masks.share_question([(1024, [128, 96, 160, 64, 128, 192, 80, 176])]).plot(str(path)),
+    "image_row": lambda path: masks.blocks([1500, 700, 1896], [(160, 416), (700, 956), (2200, 3224)]).plot(str(path)),
     "rollout_tree": lambda path: masks.tree([(640, [SEARCHED, (128, [160, 256])])]).plot(str(path)),
     **{f"masks/{name}": partial(thumbnail, mask) for name, (_, mask) in GALLERY.items()},
 }

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from charts import EARLY, GALLERY, headlines
+from charts import EARLY, GALLERY, IMAGE_WAYS, headlines, image_cases
 from results import (
     RATE,
     TASKS,
@@ -341,6 +341,27 @@ def row_lengths() -> str:
     return table(rows, ["shape", "task"], columns, f"{TRAINING} --shapes SHAPE", shape)
 
 
+def images() -> str:
+    """Fine-tuning on images beside stock TRL, and its chart; nothing before it was measured."""
+    lines = image_cases()
+    if not lines:
+        return ""
+    ran = {row["implementation"] for line in lines for row in line}
+
+    def figures(name: str, line: list[Row]) -> str:
+        found = select(line, implementation=name)
+        form = f"{{{RATE}:,.0f}} / {{peak_gib:.0f}}" if trained(found) else f"{{{RATE}}}"
+        return form.format_map(found[0]) if found else "-"
+
+    columns: Columns = {"model": "{shape}", "tokens per row": "{length:,.0f}"}
+    columns["in images"] = lambda line: f"{line[0]['task'].rpartition('_')[2]}%"
+    columns["images/s, packed"] = cell("{images_per_second:.1f}", implementation="flashmask")
+    columns |= {ways: partial(figures, name) for name, ways in IMAGE_WAYS.items() if name in ran}
+    shape = "tokens/s / peak GiB, all weights, random; padded: batches of 8 conversations, turns of 32 to 4,096 tokens"
+    shown = table(lines[0], lines, columns, f"{TRAINING} images", shape)
+    return f"{shown}![Speed of packed rows with images over the fastest way of stock TRL](assets/images.svg)\n\n"
+
+
 def profile() -> str:
     """A step's time by kind of work, by shape, length and setting."""
     rows = [row for row in read_all("step_profile_*") if row["share"] and row["setting"] in ("kept", "compiled+kept")]
@@ -515,8 +536,8 @@ def gallery() -> str:
 LONG = "65,536 tokens in all, or one row, medians of 5 turns, or 3 with 131,072"
 TURNS, GROUPED = "medians of 5 turns, or 3 with 131,072", ("8192", "32768", "131072")
 PLAIN = (peers, peers_widths, deterministic, ragged, sparse, decoding, short, masks_made, fast_settings, settings,
-         alignment, row_lengths, profile, parallel, convergence, packing, grpo, sharing, first_step, sparse_training,
-         gallery, long_length)  # fmt: skip
+         alignment, row_lengths, images, profile, parallel, convergence, packing, grpo, sharing, first_step,
+         sparse_training, gallery, long_length)  # fmt: skip
 TEXTS: dict[str, Callable[[], str]] = {function.__name__.replace("_", "-"): function for function in PLAIN} | {
     "peers-long": partial(peers_shapes, "attention_peers_h200", ("32768", "131072"), LONG, ""),
     "peers-grouped": partial(peers_shapes, "attention_peers_gqa_h100", GROUPED, TURNS, " --tokens TOKENS --group 4"),
