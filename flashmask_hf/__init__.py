@@ -5,15 +5,37 @@ Importing the package registers `attn_implementation="flashmask"` with transform
 """
 
 import warnings as _warnings
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
 
 from flashmask_hf import masks
 from flashmask_hf.attention import flashmask_attention
 from flashmask_hf.long_rows import keep_attention
 from flashmask_hf.mask import FlashMask, MaskNotRepresentable
 
+if _TYPE_CHECKING:
+    from flashmask_hf.sharing import share_prefixes
+
 __version__ = "0.1.0"
 
-__all__ = ["FlashMask", "MaskNotRepresentable", "flashmask_attention", "keep_attention", "masks", "register"]
+__all__ = [
+    "FlashMask",
+    "MaskNotRepresentable",
+    "flashmask_attention",
+    "keep_attention",
+    "masks",
+    "register",
+    "share_prefixes",
+]
+
+
+def __getattr__(name: str) -> _Any:
+    """Import `share_prefixes`, which needs transformers, on first use."""
+    if name != "share_prefixes":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from flashmask_hf.sharing import share_prefixes
+
+    return share_prefixes
 
 
 def register() -> None:

@@ -26,5 +26,8 @@ PACKED_POSITIONS = "packed_position_ids"
 PACKED_INDEX = "packed_index"
 """The batch key of each token's place in the packed rows, by which hidden states return to the usual batch."""
 
+PACKED_REAL = "packed_real"
+"""The keyword of the usual batch's tokens, bool [N, L], if hidden states of its padding must not be read."""
+
 IGNORED = -100
 """The label of a token without a loss."""

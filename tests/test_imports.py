@@ -32,6 +32,7 @@ LAYERS: Layers = (
     ("attention", "parallel", "sparse"),
     ("long_rows",),
     ("collators", "hf"),
+    ("sharing",),
     ("trainers",),
     ("__init__",),
     ("diagnosis",),

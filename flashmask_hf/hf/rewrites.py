@@ -17,6 +17,8 @@ REWRITES: list[Rule] = []
 
 def rewrite(call: Call) -> Call:
     """Return a model call with every change that it needs."""
+    if call.state.rewrites and torch.compiler.is_compiling():
+        raise ValueError(f"trainers change the calls of {call.name} on the host; compile its layers, not the model")
     for change in call.state.rewrites:
         call = call.changed(change(call))
     can_apply = applicable(REWRITES, call)

@@ -1,0 +1,214 @@
+"""Common beginnings of a batch's sequences computed once, in the calls of any trainer."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from flashmask_hf.collators.packing import pack_forests
+from flashmask_hf.collators.prefixes import share_prefixes as build_tries
+from flashmask_hf.hf.call import Call, cache_of
+from flashmask_hf.hf.checks.recurrent import is_guarded
+from flashmask_hf.hf.models import state_of, unwrap_peft
+from flashmask_hf.hf.packed.rows import check_compiled, run_packed
+from flashmask_hf.names import PACKED_IDS, PACKED_INDEX, PACKED_REAL
+from flashmask_hf.torch_internals import device_assert
+
+logger = logging.getLogger(__name__)
+
+_REPLACED = {"attention_mask", "position_ids", "seq_idx"}
+_REPLACED |= {f"{name}_{side}" for name in ("cu_seq_lens", "max_length") for side in "qk"}
+"""Arguments that say where a batch's documents are, in place of which the packed rows' come."""
+
+
+def share_prefixes(model: Any, minimum: float = 0.1) -> None:
+    """Make a causal model compute common beginnings of a batch's sequences once, whatever trainer calls it.
+
+    Outputs, losses and gradients are those of the batch, up to rounding: the backbone runs one packed row, the trie of
+    the sequences without padding, and its hidden states are laid out as the batch. A batch is what trainers pass:
+    padded on any side with a 2D mask of zeros and ones, numbered (1, 2, ... for the documents of a row), flat with
+    positions that start again, or without mask and positions, a sequence per row. The host waits for the device once
+    per call, to read the token ids; the rows of the last 8 batches are kept, so a reference model's pass packs nothing.
+
+    A call runs as before where less than `minimum` is saved, with a cache, `use_cache=True`, `inputs_embeds`,
+    `startend_row_indices`, positions of several axes or other tensors per token, a mask with holes, padding on the left
+    of a model with a table of positions (GPT-2) and no positions, or active dropout, which warns once: shared tokens
+    would share the dropped ones. Repeating the call changes `minimum`.
+
+    Args:
+        model: a transformers model with a head, or a PEFT model around one, with attention "flashmask", not wrapped
+            for distributed training.
+        minimum: least share of the batch's N * L tokens, padding among them, for which the rows are packed, 0 to 1.
+
+    Raises:
+        ValueError: `minimum` is out of range, the attention is not "flashmask", or the model is no causal decoder or
+            has recurrent or convolutional layers; in a call, a row starts inside a document, as with sequence
+            parallelism.
+        RuntimeError: in a backward pass, the loss reads hidden states of padding. On a GPU a device-side assertion
+            fails instead.
+
+    Example:
+        ```python
+        import flashmask_hf
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B", attn_implementation="flashmask")
+        flashmask_hf.share_prefixes(model)  # then as usual: trl.KTOTrainer(model, ...), CrossEncoder, lm-eval
+        ```
+    """
+    if not 0 <= minimum <= 1:
+        raise ValueError(f"minimum must be a share of the batch's tokens, 0 to 1, got {minimum}")
+    inner = unwrap_peft(model)
+    if is_guarded(inner):
+        raise ValueError(
+            f"{type(inner).__name__} has recurrent or convolutional layers, where a branch would start with its "
+            "sibling's state; share prefixes in a model of attention alone"
+        )
+    run_packed(model)
+    backbone = inner.base_model
+    state = state_of(backbone)
+    if _refuse_read_padding not in backbone._forward_hooks.values():
+        backbone.register_forward_hook(_refuse_read_padding, with_kwargs=True)  # after run_packed's, which lays out
+    others = [change for change in state.rewrites if getattr(change, "func", None) is not _share]
+    state.rewrites = (*others, functools.partial(_share, minimum=minimum))
+
+
+@torch.compiler.disable
+def _share(call: Call, minimum: float) -> dict[str, Any]:
+    """Return the arguments of a call with the trie of its sequences as a packed row, or as they are."""
+    if not _can_share(call):
+        return call.named
+    ids, numbers, positions, edges = _read(call)
+    starts = _starts(call, numbers, positions, edges)
+    if not starts.any():
+        return call.named
+    real = np.flatnonzero(numbers)  # the documents' tokens, one document after another
+    packed = _pack(ids.ravel()[real].tobytes(), np.flatnonzero(starts.ravel()[real]).tobytes())
+    size = packed[PACKED_IDS].numel()
+    if 1 - size / ids.size < minimum:
+        return call.named
+    check_compiled(call.model, call.tokens.device)
+    # Nothing reads the entries of padding; distinct ones are faster in the backward than equal ones.
+    index = np.arange(ids.size) % size
+    index[real] = packed[PACKED_INDEX][0]
+    added = packed | {PACKED_INDEX: torch.from_numpy(index.reshape(ids.shape))}
+    if len(real) < ids.size:
+        added[PACKED_REAL] = torch.from_numpy(numbers != 0)
+    kept = {name: value for name, value in call.named.items() if name not in _REPLACED}
+    return kept | {"use_cache": False} | {name: x.to(call.tokens.device) for name, x in added.items()}
+
+
+def _can_share(call: Call) -> bool:
+    """Return whether the shapes of a call's arguments allow to share, and nothing is dropped."""
+    tokens, mask, positions = (call.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
+    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.shape[1] < 2:
+        return False
+    if call.get("use_cache") or cache_of(call.named) is not None:
+        return False
+    if mask is not None and (not isinstance(mask, Tensor) or mask.shape != tokens.shape):
+        return False
+    if positions is not None and (positions.dim() != 2 or positions.shape[1] != tokens.shape[1]):
+        return False
+    if any(isinstance(value, Tensor) and name not in {"input_ids", *_REPLACED} for name, value in call.named.items()):
+        return False
+    if call.model.training and any(map(_drops, call.model.modules())):
+        _warn_of_dropout(call.name)
+        return False
+    return True
+
+
+def _drops(part: nn.Module) -> bool:
+    """Return whether a module drops values in training: it is a dropout, or has a rate of one as an attribute."""
+    if isinstance(part, nn.modules.dropout._DropoutNd):
+        return part.training and part.p > 0
+    rates = (value for name, value in vars(part).items() if "drop" in name)
+    return part.training and any(isinstance(value, float) and value > 0 for value in rates)
+
+
+@functools.cache
+def _warn_of_dropout(name: str) -> None:
+    logger.warning(
+        "%s trains with dropout, so share_prefixes computes no prefix once: sequences would drop the same values. Set "
+        "the dropout of its config, and lora_dropout, to 0.", name,
+    )  # fmt: skip
+
+
+def _read(call: Call) -> NDArray[np.int64]:
+    """Return token ids, numbers of the 2D mask, positions, and whether documents start, int64 [4, N, L].
+
+    Numbers are 1 without a mask; positions count rows if there are none, and say then nothing about documents.
+    """
+    ids: Tensor = call.named["input_ids"]
+    mask, positions, bounds, segments = (
+        call.get(name) for name in ("attention_mask", "position_ids", "cu_seq_lens_q", "seq_idx")
+    )
+    columns = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    starts = columns == 0
+    if positions is not None:
+        positions = positions.expand_as(ids)
+        starts = starts | (positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1)
+    if isinstance(bounds, Tensor):
+        starts = starts.flatten().index_fill(0, bounds[:-1].long(), True).view_as(ids)
+    if isinstance(segments, Tensor):
+        starts = starts | (segments.diff(dim=1, prepend=segments[:, :1]) != 0)
+    mask = torch.ones_like(ids) if mask is None else mask
+    parts = [ids, mask, columns if positions is None else positions, starts]
+    return torch.stack([part.long() for part in parts]).cpu().numpy()  # waits for the device
+
+
+def _starts(
+    call: Call, numbers: NDArray[np.int64], positions: NDArray[np.int64], starts: NDArray[np.int64]
+) -> NDArray[np.bool_]:
+    """Return the first tokens of the documents, bool [N, L]; none if documents have holes or positions of their own.
+
+    The arguments are as `_read` returns them.
+    """
+    nothing = np.zeros(numbers.shape, bool)
+    real, counted = numbers != 0, call.state.first_position is not None
+    first = (starts != 0) & real | (real & (np.cumsum(real, 1) == 1))
+    changes = real[:, 1:] & (numbers[:, 1:] != numbers[:, :-1]) & ~first[:, 1:]
+    if changes.any():  # a hole in the mask, or a number without a position that starts again
+        return nothing
+    if call.get("attention_mask") is None and positions[0, 0] > 0:
+        raise ValueError(
+            f"position_ids start at {positions[0, 0]}, inside a document, as on a rank that has a part of each row; "
+            "share prefixes without sequence parallelism, or let positions start at 0"
+        )
+    return nothing if counted and positions[first].any() else first
+
+
+@functools.lru_cache(maxsize=8)
+def _pack(tokens: bytes, starts: bytes) -> dict[str, Tensor]:
+    """Return the trie of sequences as `PackedRows.indexed_batch`, with the place of each token [1, n].
+
+    Args:
+        tokens: token ids of the sequences one after another, int64 [n].
+        starts: index of each sequence's first token, int64 [sequences].
+    """
+    sequences = np.split(np.frombuffer(tokens, np.int64), np.frombuffer(starts, np.int64)[1:])
+    forests, leaves = build_tries(sequences)
+    rows = pack_forests(forests)
+    paths = [rows.starts[forest] + forests[forest].path(segment) for forest, segment in leaves]
+    return rows.indexed_batch(np.concatenate(paths)[None])
+
+
+def _refuse_read_padding(backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """Make a backward pass fail where it reaches hidden states of padding, which are other tokens' here."""
+    real, states = kwargs.get(PACKED_REAL), output.last_hidden_state if PACKED_REAL in kwargs else None
+    if real is None or states is None or not states.requires_grad:
+        return
+
+    def refuse(gradient: Tensor) -> None:
+        device_assert(
+            (gradient.ne(0).any(-1) & ~real.to(gradient.device)).any().logical_not(),
+            "the loss reads hidden states of padding, which share_prefixes does not compute; mask the labels after "
+            "padding on the left (-100), or do not share prefixes with this trainer",
+        )
+
+    states.register_hook(refuse)

@@ -1,0 +1,334 @@
+"""Common beginnings computed once: outputs and gradients are the batch's, in every form that trainers pass."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from tools.model_pairs import BOUND, model_pair
+from tools.tiny import TRAINER_WARNINGS, llama_config, trainer_settings, word_tokenizer
+from transformers import AutoModelForCausalLM, GPT2Config, Qwen3MoeConfig
+
+import flashmask_hf
+from flashmask_hf.hf.models import state_of
+from flashmask_hf.sharing import _pack
+
+pytestmark = TRAINER_WARNINGS
+
+IGNORED = -100
+
+
+def sequences(prompts: int = 3, answers: tuple[int, ...] = (3, 5, 1, 4), prompt: int = 7) -> list[torch.Tensor]:
+    """Draw prompts with answers of some lengths; two answers of a prompt are equal, one starts as another."""
+    draw = torch.Generator().manual_seed(0)
+    found = []
+    for _ in range(prompts):
+        first = torch.randint(2, 48, (prompt,), generator=draw)
+        drawn = [torch.randint(2, 48, (count,), generator=draw) for count in answers]
+        found += [torch.cat([first, own]) for own in (*drawn, drawn[0], torch.cat([drawn[0], drawn[1]]))]
+    return found
+
+
+def padded(rows: list[torch.Tensor], left: bool = False) -> dict[str, torch.Tensor]:
+    """Return a batch as a padding collator makes it, with labels after each sequence's first token."""
+    width = max(map(len, rows)) + 1
+    ids, mask = torch.zeros(len(rows), width, dtype=torch.int64), torch.zeros(len(rows), width, dtype=torch.int64)
+    for row, own in enumerate(rows):
+        start = width - len(own) if left else 0
+        ids[row, start : start + len(own)], mask[row, start : start + len(own)] = own, 1
+    labels = ids.masked_fill((mask == 0) | (mask.cumsum(1) == 1), IGNORED)
+    return dict(input_ids=ids, attention_mask=mask, labels=labels)
+
+
+def both_sides(rows: list[torch.Tensor], prompt: int = 7) -> dict[str, torch.Tensor]:
+    """Return a batch as reinforcement learning makes it: prompts padded on the left, answers on the right."""
+    rows = [own[row % 3 :] for row, own in enumerate(rows)]
+    width = 5 + max(map(len, rows))
+    batch = padded([torch.zeros(width - 1, dtype=torch.int64)] * len(rows))
+    for row, own in enumerate(rows):
+        place = slice(2 + row % 3, 2 + row % 3 + len(own))
+        batch["input_ids"][row, place] = own
+        batch["attention_mask"][row] = 0
+        batch["attention_mask"][row, place] = 1
+    starts = batch["attention_mask"].cumsum(1) == 1
+    hidden = (batch["attention_mask"] == 0) | starts
+    return batch | dict(labels=batch["input_ids"].masked_fill(hidden, IGNORED))
+
+
+def flat(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    positions = torch.cat([torch.arange(len(own)) for own in rows])
+    ids = torch.cat(rows)
+    labels = ids.masked_fill(positions == 0, IGNORED)
+    return {name: x[None] for name, x in dict(input_ids=ids, position_ids=positions, labels=labels).items()}
+
+
+def numbered(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return two flat rows of padded documents whose 2D mask numbers them."""
+    halves = [flat(rows[: len(rows) // 2]), flat(rows[len(rows) // 2 :])]
+    width = max(half["input_ids"].shape[1] for half in halves) + 2
+    batch = {
+        name: torch.cat([torch.nn.functional.pad(x[name], (0, width - x[name].shape[1]), value=fill) for x in halves])
+        for name, fill in (("input_ids", 0), ("position_ids", 0), ("labels", IGNORED))
+    }
+    numbers = (batch["position_ids"] == 0).cumsum(1)
+    for row, half in enumerate(halves):
+        numbers[row, half["input_ids"].shape[1] :] = 0
+    return batch | dict(attention_mask=numbers)
+
+
+def bounded(rows: list[torch.Tensor]) -> dict[str, Any]:
+    bounds = torch.tensor([0, *(len(own) for own in rows)]).cumsum(0).to(torch.int32)
+    longest = max(map(len, rows))
+    return flat(rows) | dict(cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, max_length_q=longest, max_length_k=longest)
+
+
+FORMS = {
+    "padded on the right": padded,
+    "padded on the left": lambda rows: padded(rows, left=True),
+    "padded on both sides": both_sides,
+    "without a mask": lambda rows: {name: padded(rows)[name] for name in ("input_ids", "labels")},
+    "flat": flat,
+    "flat, numbered and padded": numbered,
+    "flat, with bounds": bounded,
+}
+
+
+def compare(shared: Any, stock: Any, batch: dict[str, Any]) -> None:
+    """Compare loss, logits where there is no padding, and gradients."""
+    found, expected = shared(**batch), stock(**batch)
+    real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])) != 0
+    torch.testing.assert_close(found.loss, expected.loss, rtol=BOUND, atol=BOUND)
+    scale = max(1.0, expected.logits.detach().abs().max().item())
+    torch.testing.assert_close(found.logits[real], expected.logits[real], rtol=0, atol=BOUND * scale)
+    trained = [(name, x) for name, x in stock.named_parameters() if x.requires_grad]
+    others = dict(shared.named_parameters())
+    gradients = torch.autograd.grad(expected.loss, [x for _, x in trained], allow_unused=True)
+    ours = torch.autograd.grad(found.loss, [others[name] for name, _ in trained], allow_unused=True)
+    for (name, _), one, two in zip(trained, ours, gradients, strict=True):
+        assert (one is None) == (two is None), name
+        if two is not None:
+            atol = BOUND * max(1.0, two.abs().max().item())
+            torch.testing.assert_close(one, two, rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def shared_pair(name: str = "llama", **changes: Any) -> tuple[Any, Any]:
+    """Return a model that shares prefixes, and the same without, which packs and pads as flashmask does."""
+    shared, _ = model_pair(name, **changes)
+    stock = copy.deepcopy(shared)
+    flashmask_hf.share_prefixes(shared)
+    _pack.cache_clear()
+    return shared, stock
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_a_batch(form):
+    shared, stock = shared_pair()
+    batch = FORMS[form](sequences())
+    compare(shared, stock, batch)
+    assert _pack.cache_info().misses == 1
+    shared(**batch)
+    assert _pack.cache_info()[:2] == (1, 1)  # a second forward of a batch packs nothing
+
+
+@pytest.mark.parametrize("model", ["mistral", "gemma2", "gpt_oss"])
+def test_windows_softcaps_sinks_and_experts(model):
+    shared, stock = shared_pair(model)
+    compare(shared, stock, padded(sequences()))
+    assert _pack.cache_info().misses == 1
+
+
+def test_a_loss_of_routers_counts_the_tokens_of_the_batch():
+    config = Qwen3MoeConfig(  # pyright: ignore[reportCallIssue]
+        vocab_size=48, hidden_size=32, moe_intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2, output_router_logits=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    stock = AutoModelForCausalLM.from_config(config, attn_implementation="flashmask")
+    shared = copy.deepcopy(stock)
+    flashmask_hf.share_prefixes(shared)
+    compare(shared, stock, padded(sequences()))
+
+
+def test_adapters_checkpointing_hidden_states_and_logits_to_keep():
+    shared, stock = (
+        get_peft_model(model_pair("llama")[0], LoraConfig(init_lora_weights=False, lora_dropout=0.0)) for _ in "12"
+    )
+    stock.load_state_dict(shared.state_dict())
+    flashmask_hf.share_prefixes(shared)
+    shared.get_base_model().gradient_checkpointing_enable()  # type: ignore[operator]
+    shared.train()
+    _pack.cache_clear()
+    batch = padded(sequences())
+    compare(shared, stock, batch)
+    assert _pack.cache_info().misses == 1
+    kept = dict(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+    found, expected = (
+        model(**kept, logits_to_keep=9, output_hidden_states=True, use_cache=False) for model in (shared, stock)
+    )
+    real = batch["attention_mask"] == 1
+    torch.testing.assert_close(found.logits[real[:, -9:]], expected.logits[real[:, -9:]], rtol=0, atol=BOUND)
+    for one, two in zip(found.hidden_states, expected.hidden_states, strict=True):
+        torch.testing.assert_close(one[real], two[real], rtol=0, atol=4 * BOUND)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("whole", [False, True], ids=["layers", "model"])
+def test_compiled(whole):
+    shared, stock = shared_pair()
+    for part in [shared] if whole else shared.model.layers:
+        part.compile(backend="eager")
+    compare(shared, stock, padded(sequences()))
+    assert _pack.cache_info().misses == 1
+
+
+def test_what_is_not_shared_runs_as_before():
+    shared, stock = shared_pair()
+    batch = padded(sequences())
+    ids, mask, n = batch["input_ids"], batch["attention_mask"], batch["input_ids"].shape[1]
+    holes = mask.clone()
+    holes[:, 3] = 0
+    cases: dict[str, dict[str, Any]] = {
+        "nothing in common": dict(input_ids=torch.randperm(48).view(4, 12)),
+        "a cache": dict(input_ids=ids, attention_mask=mask, use_cache=True),
+        "embeddings": dict(inputs_embeds=stock.get_input_embeddings()(ids), attention_mask=mask),
+        "a mask with holes": dict(input_ids=ids, attention_mask=holes),
+        "no token": dict(input_ids=ids, attention_mask=0 * mask),
+        "one column": dict(input_ids=ids[:, :1]),
+        "indices": dict(input_ids=ids, startend_row_indices=torch.full((len(ids), 1, n, 1), n, dtype=torch.int32)),
+    }
+    for name, arguments in cases.items():
+        assert torch.equal(shared(**arguments).logits, stock(**arguments).logits), name
+    assert _pack.cache_info().misses == 1  # nothing in common
+    generated = [m.generate(ids[:, :5], max_new_tokens=4, do_sample=False) for m in (shared, stock)]
+    assert torch.equal(*generated)
+
+
+def test_dropout_warns_and_runs_as_before(caplog):
+    model = get_peft_model(model_pair("llama")[0], LoraConfig(lora_dropout=0.1))
+    flashmask_hf.share_prefixes(model)
+    _pack.cache_clear()
+    batch = padded(sequences())
+    with caplog.at_level("WARNING", logger="flashmask_hf"):
+        model.train()(**batch)
+    assert "trains with dropout, so share_prefixes computes no prefix once" in caplog.text
+    assert not _pack.cache_info().misses
+    model.eval()(**batch)
+    assert _pack.cache_info().misses == 1
+
+
+def test_a_table_of_positions_shares_only_rows_that_count_from_0():
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=48, n_embd=32, n_layer=2, n_head=4, n_positions=64, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0
+    )
+    stock = AutoModelForCausalLM.from_config(config, attn_implementation="flashmask")
+    shared = copy.deepcopy(stock)
+    flashmask_hf.share_prefixes(shared)
+    _pack.cache_clear()
+    compare(shared, stock, padded(sequences()))
+    assert _pack.cache_info().misses == 1
+    compare(shared, stock, padded(sequences(), left=True))  # positions count the padding
+    assert _pack.cache_info().misses == 1
+
+
+def test_a_loss_that_reads_padding_is_refused():
+    shared, _ = shared_pair()
+    batch = padded(sequences(), left=True)
+    batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORED)  # first tokens, too
+    with pytest.raises(RuntimeError, match="the loss reads hidden states of padding"):
+        shared(**batch).loss.backward()
+
+
+def test_wrong_calls():
+    shared, eager = model_pair("llama")
+    with pytest.raises(ValueError, match=r"minimum must be a share of the batch's tokens, 0 to 1, got 2"):
+        flashmask_hf.share_prefixes(shared, minimum=2)
+    with pytest.raises(ValueError, match="packed rows need attn_implementation='flashmask'"):
+        flashmask_hf.share_prefixes(eager)
+    flashmask_hf.share_prefixes(shared)
+    flashmask_hf.share_prefixes(shared, minimum=1)  # in place of the first
+    _pack.cache_clear()
+    shared(**padded(sequences()))
+    assert [change.keywords for change in state_of(shared.base_model).rewrites] == [{"minimum": 1}]
+    batch = flat(sequences())
+    batch["position_ids"][:, :3] += 4
+    with pytest.raises(ValueError, match="position_ids start at 4, inside a document, as on a rank"):
+        shared(**batch)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_drawn_batches(seed):
+    """Sequences of few different tokens, of all lengths and often equal, each as alone."""
+    draw = torch.Generator().manual_seed(seed)
+    shared, stock = shared_pair()
+    flashmask_hf.share_prefixes(shared, minimum=0)
+    lengths = torch.randint(1, 9, (12,), generator=draw).tolist()
+    rows = [torch.randint(2, 4, (length,), generator=draw) for length in lengths]
+    for form in ("padded on the left", "flat, numbered and padded"):
+        compare(shared, stock, FORMS[form](rows))
+    assert _pack.cache_info().misses >= 1
+
+
+PREFERENCE = {"cpo": "CPO", "orpo": "ORPO", "tpo": "TPO", "kto": "KTO"}
+
+
+@pytest.mark.filterwarnings("ignore")  # of experimental trainers
+@pytest.mark.parametrize("name", ["orpo", *(pytest.param(x, marks=pytest.mark.full) for x in ("kto", "cpo", "tpo"))])
+def test_trainers_of_trl(name, tmp_path):
+    """Losses, metrics and weights after three steps equal stock TRL's."""
+    runs = []
+    for ours in (True, False):
+        trainer = make_trainer(name, tmp_path / str(ours))
+        if ours:
+            flashmask_hf.share_prefixes(trainer.model)
+            if getattr(trainer, "ref_model", None) is not None:
+                flashmask_hf.share_prefixes(trainer.ref_model)
+        _pack.cache_clear()
+        trainer.train()
+        assert bool(_pack.cache_info().misses) == ours
+        logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+        runs.append((logs, {name: x.detach().clone() for name, x in trainer.model.named_parameters()}))
+    (ours, weights), (stock, expected) = runs
+    for one, two in zip(ours, stock, strict=True):
+        for key, value in two.items():
+            if "logits" not in key:  # means over padding, too
+                assert one[key] == pytest.approx(value, rel=1e-4, abs=1e-5, nan_ok=True), key
+    for key, x in expected.items():
+        torch.testing.assert_close(weights[key], x, rtol=0, atol=1e-5, msg=lambda m, k=key: f"{k}: {m}")
+
+
+def make_trainer(name: str, folder: Any) -> Any:
+    module = importlib.import_module("trl" if name == "kto" else f"trl.experimental.{name}")
+    label = PREFERENCE[name]
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(llama_config()).save_pretrained(folder / "model")
+    model = AutoModelForCausalLM.from_pretrained(
+        folder / "model", attn_implementation="flashmask"
+    )  # as KTO's reference
+    draw = torch.Generator().manual_seed(0)
+
+    def words(count: int) -> str:
+        return " ".join(f"w{i}" for i in torch.randint(8, 64, (count,), generator=draw).tolist())
+
+    rows = [
+        {"prompt": words(12) + " ", "chosen": words(4), "rejected": words(3), "reference": words(2)} for _ in range(12)
+    ]
+    if name == "kto":
+        rows = [
+            {"prompt": row["prompt"], "completion": row[kind], "label": kind == "chosen"}
+            for row in rows
+            for kind in ("chosen", "rejected")
+        ]
+    elif name != "tpo":
+        rows = [{key: row[key] for key in ("prompt", "chosen", "rejected")} for row in rows]
+    options = trainer_settings(folder) | {"max_steps": 3, "learning_rate": 1e-2, "max_length": 64, "optim": "sgd"}
+    args = getattr(module, f"{label}Config")(**options)
+    return getattr(module, f"{label}Trainer")(
+        model, args=args, train_dataset=Dataset.from_list(rows), processing_class=word_tokenizer()
+    )
