@@ -145,6 +145,16 @@ def test_copies_and_rows_packed_ahead_give_the_same_batch():
     assert rows["input_ids"].shape == (1, 64)
 
 
+def test_the_first_of_four_axes_counts_tokens():
+    count = torch.arange(6)[None, None]  # HunYuan-VL
+    collator, _ = made(
+        tiny_processor("llava"), rope_index=lambda document: torch.cat([count, count.expand(3, 1, 6) + 9])
+    )
+    batch = collator([example("llava", [])] * 2)
+    assert batch["position_ids"].shape == (4, 1, 12)
+    assert batch["position_ids"][:, 0, 6].tolist() == [0, 9, 9, 9]
+
+
 def test_pixels_are_padded_to_the_largest_image():
     processor = copy.deepcopy(tiny_processor("smolvlm"))
     processor.image_processor.do_image_splitting = False
@@ -186,6 +196,15 @@ def test_wrong_rows_raise():
         collator([example("llava", [(1, 1)]), example("llava", [(1, 1)], tail=16)])
     with pytest.raises(ValueError, match=r"examples\[1\] of example 0 has 4 image tokens, but its images have 0"):
         collator([{"examples": [example("llava", []), {"document": without}]}])
+    pixels = {
+        "pixel_values": torch.ones(1, 3, 8, 16),
+        "input_ids": torch.tensor([[90] * 8]),
+        "labels": torch.ones(1, 8),
+    }
+    with pytest.raises(
+        ValueError, match=r"pixel_values must have one shape per image, got \[\(3, 8, 8\), \(3, 8, 16\)\]"
+    ):
+        made(processor)[0]([example("llava", [(1, 1)]), {"document": pixels}])
     with pytest.raises(ValueError, match="completion_only_loss is for TRL's collator"):
         made(processor, completion_only_loss=True)
     with pytest.raises(ValueError, match="has no token_type_ids, but example 0"):
