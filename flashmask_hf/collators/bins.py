@@ -9,8 +9,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def best_fit_decreasing(lengths: Sequence[int] | NDArray[np.int64], capacity: int) -> list[list[int]]:
+def best_fit_decreasing(
+    lengths: Sequence[int] | NDArray[np.int64],
+    capacity: int,
+    weights: Sequence[int] | NDArray[np.int64] | None = None,
+    limit: int = 0,
+) -> list[list[int]]:
     """Assign items to bins, longest first, each to the fullest bin that has room for it. The result is deterministic.
+
+    Args:
+        lengths: the items' lengths.
+        capacity: maximum length of a bin.
+        weights: the items' weights, in 0..limit; None is 0 for each.
+        limit: maximum weight of a bin.
 
     Returns:
         list[list[int]]: the item indices of each bin, ascending; bins in the order of their first item.
@@ -26,19 +37,22 @@ def best_fit_decreasing(lengths: Sequence[int] | NDArray[np.int64], capacity: in
     unfit = np.flatnonzero((sizes < 1) | (sizes > capacity))
     if unfit.size:
         raise ValueError(f"lengths[{unfit[0]}] must be in 1..capacity = 1..{capacity}, got {sizes[unfit[0]]}")
+    loads = np.zeros_like(sizes) if weights is None else np.asarray(weights, dtype=np.int64)
     bins: list[list[int]] = []
-    rooms: list[tuple[int, int, list[int]]] = []  # free length of each bin, when it got so, and its items; ascending
+    rooms: list[tuple[int, int, list[int], int]] = []  # ascending: free length, when it got so, items, weight
     for turn, item in enumerate(np.argsort(-sizes, kind="stable").tolist()):
-        size = int(sizes[item])
+        size, load = int(sizes[item]), int(loads[item])
         best = bisect_left(rooms, (size,))
+        while best < len(rooms) and rooms[best][3] + load > limit:
+            best += 1
         if best == len(rooms):
             bins.append([])
-            room, target = capacity, bins[-1]
+            room, target, weight = capacity, bins[-1], 0
         else:
-            room, _, target = rooms.pop(best)
+            room, _, target, weight = rooms.pop(best)
         target.append(item)
         if room > size:
-            insort(rooms, (room - size, turn, target))
+            insort(rooms, (room - size, turn, target, weight + load))
     for target in bins:
         target.sort()
     return sorted(bins)

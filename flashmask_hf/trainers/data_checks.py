@@ -13,8 +13,8 @@ from flashmask_hf.collators.dataset import first_row
 
 logger = get_logger(__name__)
 
-_IMAGES = ("image", "images")
-_MEDIA = (*_IMAGES, "video", "videos", "audio", "audios")
+IMAGES = ("image", "images")
+_MEDIA = (*IMAGES, "video", "videos", "audio", "audios")
 """Names of columns with images, video and audio."""
 
 
@@ -44,7 +44,7 @@ def first_rows(trainer: Any) -> dict[str, Any]:
 def has_images(dataset: Any) -> bool:
     """Return whether a map-style dataset, or the first row of another, has an image in a column of images."""
     first = first_row(dataset, "the train dataset")
-    columns = [column for column in _IMAGES if column in first]
+    columns = [column for column in IMAGES if column in first]
     if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom":
         return any(_has_value(first[column]) for column in columns)
     return any(_has_value(value) for row in _undecoded(dataset, columns) for value in row.values())
@@ -83,13 +83,14 @@ def without_media(
     if dataset is None:
         return None
     first = first_row(dataset, f"the {name} dataset")
-    media = _MEDIA[len(_IMAGES) :] if images else _MEDIA
+    media = _MEDIA[len(IMAGES) :] if images else _MEDIA
+    packs = "text and images" if images else "text"
 
     def check(row: Mapping[str, Any], index: int) -> dict[str, Any]:
         for column, value in row.items():
             if (column in media and _has_value(value)) or _has_media_in_messages(value, media):
                 where = f"example {index} of the {name} dataset has images, video or audio in its column {column!r}"
-                raise ValueError(f"{where}, but this trainer packs text; {way}")
+                raise ValueError(f"{where}, but this trainer packs {packs}; {way}")
         return {}
 
     check(first, 0)

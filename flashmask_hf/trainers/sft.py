@@ -28,12 +28,13 @@ from flashmask_hf.trainers.metrics import log_sparsity
 from flashmask_hf.trainers.option_checks import checked_collator, prepared_arguments
 from flashmask_hf.trainers.resume import ResumeMixin
 from flashmask_hf.trainers.sft_data import check_columns, check_completions, packing_report
+from flashmask_hf.trainers.sft_images import ImagesMixin, check_image_options, packs_images
 
 _COMPUTES = ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics")
 """Arguments of the trainer that take logits or losses."""
 
 
-class PackedSFTTrainer(ResumeMixin, EvenBatchesMixin, ContextParallelMixin, SFTTrainer):
+class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParallelMixin, SFTTrainer):
     """`trl.SFTTrainer` on packed rows, in which each document attends only to itself.
 
     > Rows
@@ -43,6 +44,14 @@ class PackedSFTTrainer(ResumeMixin, EvenBatchesMixin, ContextParallelMixin, SFTT
     reads its own shards of a stream if they divide evenly, otherwise every n-th row; an epoch ends with the rank with
     the fewest rows. accelerate's context parallelism (`cp_size`, with FSDP2) splits rows over ranks
     (`flashmask_hf.parallel`), by default padded to a multiple of 128 * cp_size.
+
+    > Images
+
+    A dataset with a column `images` or `image` is packed into rows of raw examples, with or without images, which
+    workers process as rows are read. Their lengths come from the processor and the headers of images. Images are never
+    cut: a longer example raises. With `skip_prepare_dataset` in `args.dataset_kwargs`, a row is a batch of examples. On
+    several ranks, calls without images run the image tower on a blank image, so that each rank takes part in FSDP's
+    collectives.
 
     > Attention
 
@@ -60,18 +69,22 @@ class PackedSFTTrainer(ResumeMixin, EvenBatchesMixin, ContextParallelMixin, SFTT
         model: as in `trl.SFTTrainer`, like all arguments not listed.
         args: a `trl.SFTConfig`, or None for its defaults. `max_length` is the length of a row. `truncation_mode`
             decides about longer examples: "keep_start" (TRL's default) and "keep_end" cut, "error" and None raise.
-        data_collator: None, or a `DataCollatorForPackedLanguageModeling`; any collator if TRL packs.
+        data_collator: None, a `DataCollatorForPackedLanguageModeling`, or, with images, a
+            `DataCollatorForPackedVisionLanguageModeling`; any collator if TRL packs.
         max_position_embeddings: number of positions; a longer document raises. None uses the model's number.
+        max_image_tokens: maximum number of image tokens in a row, which limits the image tower's memory. A model's
+            images have the same number of patches per token, for example 4 in Qwen-VL. None is `max_length`.
         split: cut an example longer than a row into consecutive documents. Needs `truncation_mode` "error" or None.
 
     Raises:
         TypeError: `args`, `data_collator` or a tokenized column has the wrong type.
         ValueError: an option is not supported (`max_length=None`, `packing_strategy="wrapped"`, `neftune_noise_alpha`,
             dispatched batches, sampling by length, prompt learning, activated LoRA, `label_smoothing_factor` with a
-            loss that does not read it); a dataset is empty, has images, video or audio, fewer rows than a batch with
-            `dataloader_drop_last`, or text that TRL would not read; `pack_dataset` refuses an example; or, with context
-            parallelism, TRL packs, the attention is not "flashmask", layers are recurrent, or labels are smoothed. In
-            the first step: some layers do not receive the mask.
+            loss that does not read it); a dataset is empty, has video, audio, or images for a text model, fewer rows
+            than a batch with `dataloader_drop_last`, or text that TRL would not read; an example does not fit a row;
+            or, with context parallelism, there are images, TRL packs, the attention is not "flashmask", layers are
+            recurrent, or labels are smoothed. In the first step: some layers do not receive the mask. In a worker: a
+            row with images is longer than computed.
 
     Example:
         ```python
@@ -96,6 +109,7 @@ class PackedSFTTrainer(ResumeMixin, EvenBatchesMixin, ContextParallelMixin, SFTT
         *,
         peft_config: Any = None,
         max_position_embeddings: int | None = None,
+        max_image_tokens: int | None = None,
         split: bool = False,
         **kwargs: Any,
     ):
@@ -109,12 +123,19 @@ class PackedSFTTrainer(ResumeMixin, EvenBatchesMixin, ContextParallelMixin, SFTT
         if args.packing and args.packing_strategy == "wrapped":
             raise ValueError("packing_strategy='wrapped' does not record where documents begin; choose 'bfd'")
         _refuse_unread_smoothing(args, kwargs.get("compute_loss_func"))
-        datasets = text_datasets(train_dataset, eval_dataset)
+        config = _config(model, args)
+        self._packs_images = packs_images(train_dataset, config)
+        datasets = text_datasets(train_dataset, eval_dataset, images=self._packs_images)
+        formatting_func, given_collator = kwargs.get("formatting_func"), data_collator
+        if self._packs_images:
+            check_image_options(args, parts=parts, split=split, formatting_func=formatting_func)
+            data_collator = None  # TRL's, for one example
         if not _trl_packs(args):
             if args.max_length is None:
                 raise ValueError("max_length is None, but packing needs it; set it to the number of tokens per row")
             if max_position_embeddings is None:
-                max_position_embeddings = _positions(model, args)
+                max_position_embeddings = getattr(config.get_text_config(), "max_position_embeddings", None)
+        if not _trl_packs(args) and not self._packs_images:
             collator = checked_collator(
                 data_collator,
                 DataCollatorForPackedLanguageModeling,
@@ -124,7 +145,7 @@ class PackedSFTTrainer(ResumeMixin, EvenBatchesMixin, ContextParallelMixin, SFTT
             )
             data_collator = pad_for_parts(collator, parts)
         self._packing_options: dict[str, Any] = {"max_position_embeddings": max_position_embeddings, "split": split}
-        self._formatting = kwargs.get("formatting_func")
+        self._formatting = formatting_func
         with flashmask_policy(model, args):
             super().__init__(model, args, data_collator, *datasets, processing_class, peft_config=peft_config, **kwargs)
         trained = self.accelerator.unwrap_model(self.model)
@@ -136,11 +157,15 @@ class PackedSFTTrainer(ResumeMixin, EvenBatchesMixin, ContextParallelMixin, SFTT
             if self._skips_tiles:
                 check_layers(trained)
         self._start_context_parallel(parts)
+        if self._packs_images:
+            self._start_images(given_collator, max_position_embeddings, max_image_tokens)
         check_prepared(self, by_length=_prepares_rows(args) and not _trl_packs(args))
 
     def _prepare_dataset(
         self, dataset: Any, processing_class: Any, args: Any, packing: bool, formatting_func: Any, dataset_name: str
     ) -> Dataset | IterableDataset:
+        if self._packs_images:
+            return self._pack_examples(dataset, dataset_name)
         dataset = without_media(unformatted(dataset), dataset_name)
         first = first_row(dataset, f"the {dataset_name} dataset")
         if dataset_name == "train" and "seq_lengths" not in first and (packing or not _trl_packs(args)):
@@ -288,13 +313,12 @@ def _refuse_unread_smoothing(args: Any, compute_loss_func: Any) -> None:
         raise ValueError(f"label_smoothing_factor={args.label_smoothing_factor} changes nothing with {loss}; {way}")
 
 
-def _positions(model: Any, args: SFTConfig) -> int | None:
-    """Return the number of positions of a model or its name; None is no limit."""
-    config = getattr(model, "config", None)
-    if config is None:
-        options = {"trust_remote_code": args.trust_remote_code} | (args.model_init_kwargs or {})  # as TRL will load it
-        config = AutoConfig.from_pretrained(model, **options)
-    return getattr(config.get_text_config(), "max_position_embeddings", None)
+def _config(model: Any, args: SFTConfig) -> Any:
+    """Return the config of a model or its name."""
+    if hasattr(model, "config"):
+        return model.config
+    options = {"trust_remote_code": args.trust_remote_code} | (args.model_init_kwargs or {})  # as TRL will load it
+    return AutoConfig.from_pretrained(model, **options)
 
 
 def _mean(values: Tensor, weights: Tensor) -> float:

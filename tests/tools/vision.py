@@ -14,6 +14,7 @@ from unittest import mock
 import numpy as np
 import torch
 import transformers
+from datasets import Dataset
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
@@ -413,3 +414,15 @@ def document(kind: str, images: Sequence[tuple[int, ...]], tail: int, first: int
         for name, x in (dict(batch) | {"labels": labels}).items()
         if name != "attention_mask"
     }
+
+
+def conversations(*counts: int) -> Dataset:
+    """Return conversations, each with a number of images of several sizes before its question."""
+    rows = []
+    for count in counts:
+        images = [picture(*_rng.integers(2, 5, 2)) for _ in range(count)]
+        question = [{"type": "image"}] * count + [{"type": "text", "text": words(5).strip()}]
+        answer = [{"type": "text", "text": words(int(_rng.integers(2, 9))).strip()}]
+        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        rows.append({"images": images, "messages": turns})
+    return Dataset.from_list(rows)

@@ -383,7 +383,7 @@ def test_code_of_a_model_is_trusted_by_either_option(tmp_path, model, monkeypatc
     for option, init, expected in ((False, {"trust_remote_code": True}, True), (True, {}, True), (False, {}, False)):
         args = SFTConfig(**trainer_settings(tmp_path), trust_remote_code=option, model_init_kwargs=init)
         seen.clear()
-        sft_trainer._positions(model, args)
+        sft_trainer._config(model, args)
         assert seen == [expected]
 
 

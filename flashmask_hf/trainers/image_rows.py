@@ -1,0 +1,276 @@
+"""Rows of examples with images, packed by lengths that need no decoded image."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Any
+
+from accelerate import PartialState
+from datasets import Dataset, IterableDataset
+from torch import Tensor
+from trl.data_utils import apply_chat_template, is_conversational, prepare_multimodal_messages
+
+from flashmask_hf.collators.bins import best_fit_decreasing
+from flashmask_hf.collators.dataset import first_row, refuse_transform
+
+EXAMPLES = "examples"
+"""Column of a packed row with its raw examples, for `DataCollatorForPackedVisionLanguageModeling`."""
+
+_EXAMPLE = "_example"
+"""Column of a stream with its examples: Arrow would need one schema for all."""
+
+_PROBES = ((64, 64), (64, 128), (128, 64))
+"""Height and width of the images whose tokens are compared with the processor's numbers."""
+
+
+class ExampleLengths:
+    """Computes the number of tokens of raw examples from their text and the headers of their images.
+
+    An image's tokens are `_get_num_multimodal_tokens` of the processor, and what stands around them in the processor's
+    output for a blank image. A processor without it processes a blank image of each size.
+
+    Args:
+        collator: TRL's `DataCollatorForVisionLanguageModeling`.
+
+    Raises:
+        ValueError: the processor has no `image_token`.
+    """
+
+    def __init__(self, collator: Any):
+        self._collator, self._processor = collator, collator.processor
+        self._mark = getattr(self._processor, "image_token", None)
+        if self._mark is None:
+            raise ValueError(
+                f"{type(self._processor).__name__} has no image_token, so lengths are unknown; set dataset_kwargs="
+                "{'skip_prepare_dataset': True}, and a row is one batch of examples"
+            )
+        self._counts: dict[tuple[int, int], int] = {}
+        self._around = 0
+        if hasattr(self._processor, "_get_num_multimodal_tokens"):
+            self._around = max(self._processed(size) - self._estimated(size) for size in _PROBES)
+
+    def __call__(self, example: Mapping[str, Any]) -> tuple[int, int]:
+        """Return the numbers of tokens and of image tokens of an example."""
+        texts, images = self._read(example)
+        counts = [self._count(_size_of(image)) for image in images]
+        replaced = self._text_tokens([self._mark] * sum(text.count(self._mark) for text in texts))
+        return self._text_tokens(texts) - replaced + sum(counts), sum(counts)
+
+    def _read(self, example: Mapping[str, Any]) -> tuple[Sequence[str], Sequence[Any]]:
+        """Return the texts that TRL's collator tokenizes, with placeholders, and the images for them."""
+        images = example.get("images")
+        if images is None:
+            images = [example["image"]] if example.get("image") is not None else []
+        if example.get("messages") is not None:
+            turns = prepare_multimodal_messages(example["messages"], images=images)
+            contents = [turn.get("content") or () for turn in turns]
+            parts = [part for content in contents for part in content if part["type"] == "image"]
+            found = [part[key] for part in parts for key in ("image", "url", "path", "base64") if key in part]
+            template = self._collator.chat_template
+            return [self._processor.apply_chat_template(turns, chat_template=template, tokenize=False)], found
+        text = example.get(self._collator.dataset_text_field)
+        if text is not None:
+            return [text], images
+        pair = {"prompt": example["prompt"], "completion": example["completion"]}
+        if is_conversational(pair):
+            pair["prompt"] = prepare_multimodal_messages(pair["prompt"], images=images)
+            pair["completion"] = prepare_multimodal_messages(pair["completion"])
+            pair = apply_chat_template(pair, self._processor)
+        return [pair["prompt"], pair["completion"]], images
+
+    def _text_tokens(self, texts: Sequence[str]) -> int:
+        return sum(map(len, self._processor.tokenizer(texts, add_special_tokens=False)["input_ids"])) if texts else 0
+
+    def _count(self, size: tuple[int, int]) -> int:
+        """Return the number of tokens that replace the placeholder of an image of a height and width."""
+        if size not in self._counts:
+            estimates = hasattr(self._processor, "_get_num_multimodal_tokens")
+            self._counts[size] = self._estimated(size) + self._around if estimates else self._processed(size)
+        return self._counts[size]
+
+    def _estimated(self, size: tuple[int, int]) -> int:
+        return self._processor._get_num_multimodal_tokens(image_sizes=[size])["num_image_tokens"][0]
+
+    def _processed(self, size: tuple[int, int]) -> int:
+        from PIL import Image
+
+        blank = Image.new("RGB", size[::-1], "white")
+        batch = self._processor(images=[[blank]], text=[self._mark], return_tensors="pt", add_special_tokens=False)
+        return batch["input_ids"].shape[1]
+
+
+def _size_of(image: Any) -> tuple[int, int]:
+    """Return the height and width that an image will have once decoded.
+
+    `image` is a PIL image, a file, what `datasets` stores of an image, or whatever transformers loads.
+    """
+    from PIL import ExifTags, Image
+    from transformers.image_utils import load_image
+
+    file = image
+    if isinstance(image, Mapping):
+        file = image["path"] if image["bytes"] is None else BytesIO(image["bytes"])
+    elif isinstance(image, Image.Image):
+        return image.height, image.width  # processors ignore its orientation
+    if isinstance(file, str) and not os.path.isfile(file):
+        file = load_image(file)  # from the network or base64
+        return file.height, file.width
+    with Image.open(file) as opened:  # reads the header only
+        size = opened.height, opened.width
+        exif = Image.Image.getexif(opened)  # a PNG file's own method decodes it
+        return size[::-1] if exif.get(ExifTags.Base.Orientation, 1) > 4 else size
+
+
+def pack_examples(
+    dataset: Any,
+    collator: Any,
+    max_length: int,
+    *,
+    max_image_tokens: int | None = None,
+    num_proc: int | None = None,
+    name: str = "train",
+) -> Any:
+    """Pack a dataset with images best-fit-decreasing into rows of raw examples. No image is decoded before it is read.
+
+    Args:
+        dataset: Dataset or IterableDataset of raw examples, as TRL's SFTTrainer takes them.
+        collator: TRL's `DataCollatorForVisionLanguageModeling`.
+        max_length: maximum number of tokens of a row.
+        max_image_tokens: maximum number of image tokens of a row; None is `max_length`.
+        num_proc: number of processes that compute lengths, for a Dataset.
+        name: the dataset's name in errors.
+
+    Returns:
+        rows with `examples`, a list of raw examples, and, of a Dataset, their lengths in `seq_lengths`. Windows of
+        4,000 examples are packed together, in a stream of 1,000.
+
+    Raises:
+        ValueError: the dataset is empty or has a transform, the processor has no `image_token`, or an example is empty
+            or longer than a row.
+    """
+    refuse_transform(dataset, f"the {name} dataset")
+    first = first_row(dataset, f"the {name} dataset")
+    if EXAMPLES in first:
+        return dataset  # packed already
+    packer = _Packer(ExampleLengths(collator), max_length, max_image_tokens or max_length, f"the {name} dataset")
+    if isinstance(dataset, IterableDataset):
+        features = dataset.features
+        stream = dataset.decode(False) if features else dataset
+        stream = stream.map(_whole).select_columns([_EXAMPLE])
+        options: dict[str, Any] = {"batched": True, "with_indices": True, "batch_size": 1_000}
+        rows = stream.map(packer.pack_stream, remove_columns=[_EXAMPLE], **options)
+        return rows.map(_decoded, fn_kwargs={"features": features}) if features else rows
+    features = dataset.to_iterable_dataset().decode(False).features
+    with PartialState().main_process_first():  # others read the cache
+        measured = dataset.with_format("arrow").map(
+            packer.measure,
+            batched=True,
+            batch_size=100,
+            fn_kwargs={"features": features},
+            remove_columns=dataset.column_names,
+            num_proc=num_proc,
+            desc=f"Measuring {name} dataset",
+        )
+    lengths, images = (measured.with_format("numpy")[column][:] for column in ("length", "image_tokens"))
+    rows: list[list[int]] = []
+    for start in range(0, len(lengths), 4_000):
+        window = range(start, min(start + 4_000, len(lengths)))
+        rows += packer.pack(lengths[window], images[window], window)
+    table = Dataset.from_dict({EXAMPLES: rows, "seq_lengths": [lengths[row] for row in rows]})
+    return table.with_transform(_Reader(dataset))
+
+
+def _whole(example: dict[str, Any]) -> dict[str, Any]:
+    return {_EXAMPLE: example}
+
+
+def _decoded(row: dict[str, Any], features: Any) -> dict[str, Any]:
+    return {EXAMPLES: [features.decode_example(example) for example in row[EXAMPLES]]}
+
+
+@dataclass
+class RowCollator:
+    """Collates rows of `pack_examples`, and raises if a batch is longer than its rows were computed to be.
+
+    Args:
+        collator: a `DataCollatorForPackedVisionLanguageModeling`.
+        max_length: maximum number of tokens of a row.
+    """
+
+    collator: Any
+    max_length: int
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """Collate one batch.
+
+        Raises:
+            ValueError: the batch has more tokens than its rows may have.
+        """
+        batch = self.collator(rows)
+        unit = self.collator.pad_to_multiple_of or 1
+        tokens, limit = batch["input_ids"].numel(), -(-len(rows) * self.max_length // unit) * unit
+        if tokens > limit:
+            raise ValueError(
+                f"a batch of {len(rows)} rows of up to {self.max_length} tokens has {tokens}: the processor makes more "
+                "tokens than it announces. Lower max_length, or set dataset_kwargs={'skip_prepare_dataset': True}"
+            )
+        return batch
+
+
+class _Packer:
+    """Packs examples of a dataset into rows.
+
+    Args:
+        lengths: their lengths.
+        max_length: maximum number of tokens of a row.
+        max_image_tokens: maximum number of image tokens of a row.
+        name: the dataset's name.
+    """
+
+    def __init__(self, lengths: ExampleLengths, max_length: int, max_image_tokens: int, name: str):
+        self._lengths, self._max_length, self._max_image_tokens, self._name = (
+            lengths,
+            max_length,
+            max_image_tokens,
+            name,
+        )
+
+    def measure(self, table: Any, features: Any) -> dict[str, list[int]]:
+        """Return the lengths of the examples of an Arrow table."""
+        lengths = [self._lengths(features.decode_example(example)) for example in table.to_pylist()]
+        return {"length": [length for length, _ in lengths], "image_tokens": [images for _, images in lengths]}
+
+    def pack_stream(self, batch: dict[str, list[Any]], indices: Sequence[int]) -> dict[str, list[Any]]:
+        """Pack a window of a stream."""
+        examples = batch[_EXAMPLE]
+        lengths, images = zip(*map(self._lengths, examples), strict=True)
+        rows = self.pack(lengths, images, indices)
+        return {EXAMPLES: [[examples[index - indices[0]] for index in row] for row in rows]}
+
+    def pack(self, lengths: Sequence[int], images: Sequence[int], indices: Sequence[int]) -> list[list[int]]:
+        """Return the indices of the examples of each row."""
+        for index, length, tokens in zip(indices, lengths, images, strict=True):
+            problem = f"example {index} of {self._name} has {length} tokens, {tokens} of them for images"
+            way = "shrink its images, or remove it: dataset.filter(...)"
+            if not 0 < length <= self._max_length:
+                raise ValueError(f"{problem}, but max_length is {self._max_length}; raise it, {way}")
+            if tokens > self._max_image_tokens:
+                raise ValueError(f"{problem}, but max_image_tokens is {self._max_image_tokens}; raise it, {way}")
+        rows = best_fit_decreasing(lengths, self._max_length, images, self._max_image_tokens)
+        return [[indices[item] for item in row] for row in rows]
+
+
+class _Reader:
+    """Transform of packed rows of indices: reads their examples from the dataset."""
+
+    def __init__(self, dataset: Dataset):
+        self._dataset = dataset
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return a batch of rows with raw examples."""
+        if EXAMPLES not in batch:
+            return batch
+        return batch | {EXAMPLES: [[self._dataset[index] for index in row] for row in batch[EXAMPLES]]}

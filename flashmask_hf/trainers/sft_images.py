@@ -1,0 +1,126 @@
+"""Training of TRL's SFTTrainer on packed rows with images."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from accelerate import PartialState
+from datasets import Dataset, IterableDataset
+
+from flashmask_hf.collators.dataset import first_row
+from flashmask_hf.collators.rope_index import RopeIndex
+from flashmask_hf.collators.vision import DataCollatorForPackedVisionLanguageModeling
+from flashmask_hf.hf.models import unwrap_peft
+from flashmask_hf.trainers.data_checks import IMAGES, has_images, without_media
+from flashmask_hf.trainers.image_rows import EXAMPLES, RowCollator, pack_examples
+from flashmask_hf.trainers.option_checks import checked_collator
+from flashmask_hf.trainers.sft_data import packing_report
+from flashmask_hf.trainers.towers import run_tower_in_every_call
+
+
+def packs_images(dataset: Any, config: Any) -> bool:
+    """Return whether a vision-language model, by its config, is trained on images.
+
+    A stream counts if its first row has a column of images, even an empty one.
+    """
+    if dataset is None or not hasattr(config, "vision_config"):
+        return False
+    if isinstance(dataset, Dataset):
+        return has_images(dataset)
+    return any(column in first_row(dataset, "the train dataset") for column in IMAGES)
+
+
+def check_image_options(args: Any, *, parts: int, split: bool, formatting_func: Any) -> None:
+    """Raise a ValueError for options that rows with images do not support."""
+    found = {
+        "cp_size > 1 (parallelism_config)": parts > 1,
+        "split=True": split,
+        "formatting_func": formatting_func is not None,
+        "packing": args.packing,
+        "padding_free": args.padding_free,
+    }
+    ways = {
+        "cp_size > 1 (parallelism_config)": "an image's tokens would be on several ranks; set cp_size=1",
+        "split=True": "images are never cut; leave it out",
+        "formatting_func": "TRL does not read it with images; apply it before, by dataset.map",
+    }
+    for name, is_set in found.items():
+        if is_set:
+            way = ways.get(name, "TRL packs no images; leave it out, and this trainer packs them")
+            raise ValueError(f"{name} with a dataset of images: {way}")
+
+
+class ImagesMixin:
+    """Mixin of a TRL trainer that packs datasets with images.
+
+    The trainer sets `_packs_images`, and calls `_start_images` at the end of its `__init__`.
+    """
+
+    _packs_images = False
+
+    def _start_images(self, collator: Any, max_position_embeddings: int | None, max_image_tokens: int | None) -> None:
+        """Make collator and rows, with TRL's collator for one example.
+
+        Args:
+            collator: the user's `DataCollatorForPackedVisionLanguageModeling`, or None.
+            max_position_embeddings: the model's number of positions, or None.
+            max_image_tokens: maximum number of image tokens of a row, or None.
+        """
+        model = unwrap_peft(self.accelerator.unwrap_model(self.model))
+        self._stock_collator = stock = self.data_collator
+        unit, stock.max_length, stock.pad_to_multiple_of = stock.pad_to_multiple_of, None, None
+        collator = checked_collator(
+            collator,
+            DataCollatorForPackedVisionLanguageModeling,
+            processor=self.processing_class,
+            collator=stock,
+            pad_to_multiple_of=unit,
+            max_position_embeddings=max_position_embeddings,
+        )
+        if collator.rope_index is None and any(hasattr(type(part), "get_rope_index") for part in model.modules()):
+            collator = replace(collator, rope_index=RopeIndex.of(model))
+        self.data_collator, self._max_image_tokens = collator, max_image_tokens
+        # TRL's loss divides by a step's learned tokens. Some models' own losses do not (Qwen-VL, Gemma 4), and Trainer
+        # would not count the tokens.
+        self.model_accepts_loss_kwargs = True
+        if self.accelerator.num_processes > 1:
+            run_tower_in_every_call(model, self.processing_class)
+        if (self.args.dataset_kwargs or {}).get("skip_prepare_dataset"):
+            return  # a row is a batch
+        self.data_collator = RowCollator(collator, self.args.max_length)
+        self._packed_by = {"max_length": self.args.max_length, "max_image_tokens": max_image_tokens}
+        self.train_dataset = self._pack_examples(self.train_dataset, "train")
+        if isinstance(self.eval_dataset, dict):
+            packed = {name: self._pack_examples(dataset, name) for name, dataset in self.eval_dataset.items()}
+            self.eval_dataset = packed
+        elif self.eval_dataset is not None:
+            self.eval_dataset = self._pack_examples(self.eval_dataset, "eval")
+
+    def _pack_examples(self, dataset: Any, name: str) -> Any:
+        """Return packed rows of a dataset of raw examples."""
+        args = self.args
+        packed = pack_examples(
+            without_media(dataset, name, images=True),
+            self._stock_collator,
+            args.max_length,
+            max_image_tokens=self._max_image_tokens,
+            num_proc=args.dataset_num_proc,
+            name=name,
+        )
+        if isinstance(packed, Dataset) and EXAMPLES not in dataset.column_names:
+            PartialState().print(packing_report(args, len(dataset), packed, name))
+        return packed
+
+    def _set_signature_columns_if_needed(self) -> None:
+        super()._set_signature_columns_if_needed()
+        if self._packs_images:
+            read = self._signature_columns
+            read += [name for name in (EXAMPLES, self.args.dataset_text_field) if name not in read]
+
+    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Run TRL's `evaluate` on packed rows of a dataset of raw examples, or of each in a dict."""
+        given = isinstance(eval_dataset, (Dataset, IterableDataset))
+        if self._packs_images and given and isinstance(self.data_collator, RowCollator):
+            eval_dataset = self._pack_examples(eval_dataset, "eval")
+        return super().evaluate(eval_dataset, *args, **kwargs)

@@ -1,0 +1,125 @@
+"""Rows of examples with images: their lengths equal the collator's, and no image is decoded for them."""
+
+import base64
+import itertools
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset, IterableDataset
+from datasets import Image as ImageFeature
+from PIL import ExifTags, Image, ImageFile
+from tools.vision import KINDS, conversations, picture, tiny_processor
+from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
+
+from flashmask_hf.collators.bins import best_fit_decreasing
+from flashmask_hf.trainers import image_rows
+from flashmask_hf.trainers.image_rows import ExampleLengths, RowCollator, _size_of, pack_examples
+
+TURNS = [{"role": "user", "content": "w6 w7"}, {"role": "assistant", "content": "w8"}]
+FORMS = {
+    "messages": {"messages": TURNS},
+    "text": {"text": "w6 <image> w7"},
+    "prompt": {"prompt": "w6 <image> w7", "completion": "w8"},
+    "conversational prompt": {"prompt": TURNS[:1], "completion": TURNS[1:]},
+}
+
+
+def collator_of(kind="qwen3_vl"):
+    return DataCollatorForVisionLanguageModeling(tiny_processor(kind))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "paligemma"])
+def test_lengths_are_at_least_the_collators_and_equal_for_most_families(kind):
+    collator = collator_of(kind)
+    lengths = ExampleLengths(collator)
+    for example in conversations(0, 1, 2):
+        found = collator([dict(example)])["input_ids"].shape[1]
+        length, images = lengths(example)
+        if kind == "idefics3":  # the tokenizer of the tests has no line breaks
+            assert found <= length <= found + len(example["images"])
+        else:
+            assert length == found
+        assert bool(images) == bool(example["images"])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("column", ["image", "images"])
+def test_examples_have_each_of_trls_forms(form, column):
+    image = picture(2, 3)
+    example = FORMS[form] | {column: image if column == "image" else [image]}
+    expected = collator_of()([dict(example)])["input_ids"].shape[1]
+    assert ExampleLengths(collator_of())(example) == (expected, 6)
+
+
+def test_images_in_messages_count():
+    question = {"role": "user", "content": [{"type": "image", "image": picture(2, 2)}, {"type": "text", "text": "w6"}]}
+    example = {"messages": [question, TURNS[1]], "images": []}
+    assert ExampleLengths(collator_of())(example)[1] == 4
+
+
+@pytest.mark.parametrize("orientation", [None, 3, 6])
+def test_the_size_of_a_file_is_the_decoded_images(tmp_path, orientation):
+    """Exif turns the image by 180 or 90 degrees."""
+    path, exif = tmp_path / "x.jpg", Image.Exif()
+    if orientation:
+        exif[ExifTags.Base.Orientation] = orientation
+    Image.new("RGB", (30, 20)).save(path, exif=exif)
+    decoded = ImageFeature().decode_example({"path": str(path), "bytes": None})
+    code = "data:image/jpeg;base64," + base64.b64encode(path.read_bytes()).decode()
+    for image in (str(path), {"path": str(path), "bytes": None}, {"path": None, "bytes": path.read_bytes()}, code):
+        assert _size_of(image) == _size_of(decoded) == ((30, 20) if orientation == 6 else (20, 30))
+
+
+def test_rows_are_packed_without_decoding_and_hold_raw_examples(monkeypatch):
+    data = conversations(1, 0, 2, 0, 1)
+    expected = [collator_of()([dict(example)])["input_ids"].shape[1] for example in data]
+    with monkeypatch.context() as patches:
+        patches.setattr(ImageFile.ImageFile, "load", lambda self: pytest.fail("an image is decoded"))
+        patches.setattr(image_rows, "first_row", lambda *args: {})  # decodes one
+        rows = pack_examples(data, collator_of(), 60)
+    assert sorted(itertools.chain(*rows["seq_lengths"])) == sorted(expected)
+    assert max(map(sum, rows["seq_lengths"])) <= 60
+    examples = [example for row in rows for example in row["examples"]]
+    assert sorted(len(example["images"]) for example in examples) == [0, 0, 1, 1, 2]
+
+
+@pytest.mark.parametrize("from_generator", [True, False])
+def test_streams_pack_the_same_rows(from_generator):
+    data = conversations(1, 0, 2, 0, 1)
+    stream = IterableDataset.from_generator(lambda: iter(data)) if from_generator else data.to_iterable_dataset()
+    rows, expected = [*pack_examples(stream, collator_of(), 60)], [*pack_examples(data, collator_of(), 60)]
+    assert len(rows) == len(expected) > 1
+    for row, other in zip(rows, expected, strict=True):
+        assert [one["messages"] for one in row["examples"]] == [one["messages"] for one in other["examples"]]
+        images = [image for one in row["examples"] for image in one["images"]]
+        others = [image for one in other["examples"] for image in one["images"]]
+        assert all(np.array_equal(one, other) for one, other in zip(images, others, strict=True))
+
+
+def test_a_row_has_at_most_so_many_image_tokens():
+    data = Dataset.from_dict({"image": [picture(2, 2) for _ in range(5)], "text": ["<image> w6"] * 5})
+    assert len(pack_examples(data, collator_of(), 25)) == 1
+    assert [len(row["examples"]) for row in pack_examples(data, collator_of(), 25, max_image_tokens=9)] == [2, 2, 1]
+    with pytest.raises(ValueError, match=r"example 0 .* has 5 tokens, 4 of them .* max_image_tokens is 3; raise it"):
+        pack_examples(data, collator_of(), 25, max_image_tokens=3)
+    with pytest.raises(ValueError, match=r"example 0 of the train dataset has 5 tokens, .* but max_length is 4"):
+        next(iter(pack_examples(data.to_iterable_dataset(), collator_of(), 4)))
+
+
+def test_weights_limit_bins():
+    assert best_fit_decreasing([5, 3, 4, 2, 1], 8, [1, 1, 0, 1, 0], 1) == [[0], [1, 2, 4], [3]]
+
+
+def test_a_batch_longer_than_computed_raises():
+    collator = RowCollator(mock.Mock(return_value={"input_ids": torch.zeros(1, 9)}, pad_to_multiple_of=3), 4)
+    assert collator([{}, {}])["input_ids"].numel() == 9
+    with pytest.raises(ValueError, match="1 rows of up to 4 tokens has 9: the processor makes more"):
+        collator([{}])
+
+
+def test_a_processor_without_an_image_token_raises():
+    with pytest.raises(ValueError, match=r"SimpleNamespace has no image_token, .*'skip_prepare_dataset'"):
+        ExampleLengths(SimpleNamespace(processor=SimpleNamespace()))

@@ -1,0 +1,231 @@
+"""PackedSFTTrainer on examples with images: losses, gradients and rows equal TRL's on the examples alone."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from accelerate import ParallelismConfig
+from datasets import Dataset
+from peft import LoraConfig
+from tools.processes import run_cases
+from tools.tiny import CHECKPOINTING, TRAINER_WARNINGS, trainer_settings
+from tools.vision import KINDS, conversations, tiny_model, tiny_processor
+from tools.vision_cases import CASES
+from transformers import TrainerCallback
+from trl import SFTConfig, SFTTrainer
+
+from flashmask_hf.collators import DataCollatorForPackedVisionLanguageModeling, RopeIndex
+from flashmask_hf.trainers import PackedSFTTrainer
+from flashmask_hf.trainers.image_rows import RowCollator
+
+pytestmark = TRAINER_WARNINGS
+
+DATA = conversations(1, 0, 2, 1, 0, 2, 0, 1)
+
+GIVEN = ("data_collator", "eval_dataset", "formatting_func", "max_image_tokens", "peft_config", "split")
+"""Arguments of the trainer; other options are of its config."""
+
+
+class Gradients(TrainerCallback):
+    """Keeps each step's gradients by the parameters' names."""
+
+    def __init__(self):
+        self.steps: list[dict[str, torch.Tensor]] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, *, model: Any, **kwargs: Any) -> None:
+        self.steps.append({name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None})
+
+
+def trainer_of(out, kind="qwen3_vl", trainer=PackedSFTTrainer, data=DATA, attention="flashmask", **options):
+    given = {name: options.pop(name) for name in GIVEN if name in options}
+    settings = trainer_settings(out) | {"max_steps": 1, "learning_rate": 1e-9, "max_grad_norm": 0, "max_length": 128}
+    return trainer(
+        tiny_model(kind, attention, torch.float32),
+        SFTConfig(**settings | {"per_device_train_batch_size": 8, "optim": "sgd"} | options),
+        train_dataset=data,
+        processing_class=tiny_processor(kind),
+        **given,
+    )
+
+
+def trained(*args, accumulates_rows=False, **options):
+    """Return a trainer after training, its log entries and its gradients. A step may have all rows of the dataset."""
+    trainer, gradients = trainer_of(*args, **options), Gradients()
+    if accumulates_rows:
+        trainer.args.gradient_accumulation_steps = len(trainer.train_dataset)
+    trainer.add_callback(gradients)
+    trainer.train()
+    return trainer, [entry for entry in trainer.state.log_history if "loss" in entry], gradients.steps
+
+
+FAMILIES = [
+    pytest.param(kind, marks=[] if kind in ("qwen3_vl", "gemma3") else [pytest.mark.full])
+    for kind in KINDS
+    if kind not in ("qwen3_5", "paligemma")  # needs kernels of a GPU; needs images
+]
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_loss_and_gradients_equal_trls(tmp_path, kind):
+    """Gradients are accumulated over rows, which together have the learned tokens of TRL's padded batch."""
+    stock = trained(tmp_path, kind, SFTTrainer, attention="eager", max_length=None)
+    packed = trained(tmp_path, kind, per_device_train_batch_size=1, max_length=130, accumulates_rows=True)
+    assert len(packed[0].train_dataset) > 1
+    before, after, expected, found = stock[1][0], packed[1][0], stock[2][0], packed[2][0]
+    assert after["loss"] == pytest.approx(before["loss"], rel=1e-6)
+    assert after["num_tokens"] == before["num_tokens"]
+    assert expected.keys() == found.keys()
+    norm = math.hypot(*(x.norm() for x in expected.values()))
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).norm() < 2e-6 * norm, name
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("streamed", [False, True], ids=["map", "streamed"])
+def test_a_resumed_run_reads_the_rows_that_are_left(tmp_path, streamed):
+    data = DATA.to_iterable_dataset(num_shards=2) if streamed else DATA
+    options = {
+        "data": data,
+        "max_steps": 4,
+        "per_device_train_batch_size": 1,
+        "max_length": 60,
+        "learning_rate": 0.05,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "dataloader_num_workers": 1,
+    }
+    whole, entries, _ = trained(tmp_path, **options)
+    resumed = trainer_of(tmp_path, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert [entry["loss"] for entry in resumed.state.log_history if "loss" in entry] == [x["loss"] for x in entries]
+    for one, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    with pytest.raises(ValueError, match="max_image_tokens must be None, as in the checkpoint, got 50"):
+        trainer_of(tmp_path, **options, max_image_tokens=50).train(
+            resume_from_checkpoint=str(tmp_path / "checkpoint-2")
+        )
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:`return_outputs=True`:FutureWarning")
+def test_evaluation_and_prediction_pack_raw_examples(tmp_path):
+    """Their loss is the mean over learned tokens, with and without images."""
+    model, processor = tiny_model("qwen3_vl", dtype=torch.float32), tiny_processor("qwen3_vl")
+    collator = DataCollatorForPackedVisionLanguageModeling(processor, rope_index=RopeIndex.of(model))
+    batches = [collator([example]) for example in DATA]
+    tokens = [(batch["labels"] != -100).sum().item() for batch in batches]
+    with torch.no_grad():
+        losses = [model(**batch, use_cache=False).loss.item() for batch in batches]
+    expected = sum(loss * n for loss, n in zip(losses, tokens, strict=True)) / sum(tokens)
+    text = Dataset.from_list([{"messages": DATA[1]["messages"]}])
+    trainer = trainer_of(tmp_path, eval_dataset={"both": DATA, "text": text}, per_device_eval_batch_size=1)
+    found = trainer.evaluate()
+    assert found["eval_both_loss"] == pytest.approx(expected, rel=1e-6)
+    assert found["eval_text_loss"] == pytest.approx(losses[1], rel=1e-6)
+    assert trainer.evaluate(DATA.to_iterable_dataset())["eval_loss"] == pytest.approx(expected, rel=1e-6)
+    assert trainer.evaluate({"text": text})["eval_text_loss"] == pytest.approx(losses[1], rel=1e-6)
+    prediction = trainer.predict(text)
+    assert prediction.metrics["test_loss"] == pytest.approx(losses[1], rel=1e-6)
+    assert prediction.predictions.shape[:2] == (1, batches[1]["input_ids"].shape[1])
+
+
+@pytest.mark.full
+def test_only_the_language_models_adapter_is_trained(tmp_path):
+    lora = LoraConfig(target_modules=r".*language_model.*(q|v)_proj", init_lora_weights=False)
+    results = []
+    for kind, attention in ((SFTTrainer, "sdpa"), (PackedSFTTrainer, "flashmask")):
+        torch.manual_seed(0)
+        checkpointed = {CHECKPOINTING: True}
+        run = trained(tmp_path, trainer=kind, attention=attention, peft_config=lora, max_length=320, **checkpointed)
+        results.append((run[1][0]["loss"], run[2][0]))
+    (loss, expected), (other, found) = results
+    assert other == pytest.approx(loss, rel=1e-6)
+    assert expected.keys() == found.keys()
+    assert all("lora" in name and "language_model" in name for name in found)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("option", ["assistant_only_loss", "completion_only_loss"])
+def test_answers_alone_are_learned(tmp_path, option):
+    if option == "completion_only_loss":
+        rows = [
+            {"images": row["images"], "prompt": row["messages"][:1], "completion": row["messages"][1:]} for row in DATA
+        ]
+        data, options = Dataset.from_list(rows), {}
+    else:
+        data, options = DATA, {option: True}
+    (before, after) = (
+        trained(tmp_path, trainer=kind, data=data, attention=attention, max_length=320, **options)[1][0]
+        for kind, attention in ((SFTTrainer, "sdpa"), (PackedSFTTrainer, "flashmask"))
+    )
+    assert after["loss"] == pytest.approx(before["loss"], rel=1e-6)
+
+
+def test_rows_are_reported_and_counted(tmp_path, capsys):
+    trainer, entries, _ = trained(
+        tmp_path, max_length=320, include_num_input_tokens_seen="non_padding", pad_to_multiple_of=64
+    )
+    printed = capsys.readouterr().out
+    assert "Packed 8 train examples into 1 rows of up to 320 tokens" in printed
+    lengths = trainer.train_dataset["seq_lengths"][0]
+    assert entries[0]["num_tokens"] == trainer.state.num_input_tokens_seen == sum(lengths)
+    keys = sum(n * (n + 1) / 2 for n in lengths) / sum(lengths)
+    assert entries[0]["keys_per_token"] == pytest.approx(keys, abs=0.05)
+    assert entries[0]["mask_sparsity"] > 0
+
+
+def test_a_batch_may_be_a_row(tmp_path):
+    trainer, entries, _ = trained(tmp_path, dataset_kwargs={"skip_prepare_dataset": True})
+    assert trainer.train_dataset is DATA
+    assert entries[0]["loss"] == pytest.approx(trained(tmp_path, max_length=320)[1][0]["loss"], rel=1e-6)
+
+
+def test_your_collator_gets_the_positions_of_the_model(tmp_path):
+    trainer = trainer_of(
+        tmp_path, data_collator=DataCollatorForPackedVisionLanguageModeling(tiny_processor("qwen3_vl"))
+    )
+    assert isinstance(trainer.data_collator, RowCollator)
+    assert trainer.data_collator.collator.rope_index is not None
+
+
+WRONG: dict[str, Any] = {
+    "split": ({"split": True}, "split=True with a dataset of images: images are never cut; leave it out"),
+    "shards": (
+        {"parallelism_config": ParallelismConfig(cp_size=2)},
+        r"cp_size > 1 \(parallelism_config\) with a dataset of images: an image's tokens would be on several ranks",
+    ),
+    "packing": ({"packing": True}, "packing with a dataset of images: TRL packs no images"),
+    "formatting": ({"formatting_func": str}, "formatting_func with a dataset of images: TRL does not read it"),
+    "no length": ({"max_length": None}, "max_length is None, but packing needs it"),
+    "short": ({"max_length": 8}, "example 0 of the train dataset has .* tokens, .* but max_length is 8"),
+    "video": (
+        {"data": Dataset.from_list([{"video": "a", "images": DATA[0]["images"], "text": "w5"}])},
+        "has images, video or audio in its column 'video', but this trainer packs text and images",
+    ),
+    "transform": ({"data": DATA.with_transform(lambda batch: batch)}, "the train dataset has a transform"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_set_ups_raise(tmp_path, wrong):
+    options, message = WRONG[wrong]
+    with pytest.raises(ValueError, match=message):
+        trainer_of(tmp_path, **options)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return run_cases("tools.vision_cases", (1, 2))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_without_images_train(found, name):
+    """Without a run of its tower, a rank would miss collectives of the others."""
+    want, got = found[1][name], found[2][name]
+    assert "error" not in got, got["error"]
+    assert got["losses"] == pytest.approx(want["losses"], rel=1e-6)
+    assert got["norms"] == pytest.approx(want["norms"], rel=1e-5, abs=1e-6)
