@@ -22,14 +22,14 @@ IMAGE_KEYS = (*_PIXELS, *TOKEN_TYPES, *_COUNTS)
 """Keys of TRL's batches for images: of pixels, of tokens, and numbers of images and tiles of each sequence."""
 
 
-def rope_index_of(model: Any) -> RopeIndex | None:
-    """Return the positions of a model with several axes, or None.
-
-    Raises:
-        ValueError: the model's prompts are bidirectional, so each answer would need its own copy of the prompt.
-    """
+def refuse_bidirectional_prompts(model: Any) -> None:
+    """Raise a ValueError if each answer would need its own copy of a prompt."""
     if model.config.model_type == "paligemma":
         raise ValueError("PaliGemma's prompts are bidirectional, so answers cannot share one; use TRL's trainer")
+
+
+def rope_index_of(model: Any) -> RopeIndex | None:
+    """Return the positions of a model with several axes, or None."""
     has_axes = any(hasattr(type(part), "get_rope_index") for part in model.modules())
     return RopeIndex.of(model) if has_axes else None
 

@@ -29,7 +29,13 @@ from flashmask_hf.names import FLASHMASK, PACKED_INDEX, VECTORS
 from flashmask_hf.trainers.callbacks import add_callbacks
 from flashmask_hf.trainers.data_checks import first_rows
 from flashmask_hf.trainers.formats import refuse_other_keys
-from flashmask_hf.trainers.images import IMAGE_KEYS, SequenceImages, count_padded_rows, rope_index_of
+from flashmask_hf.trainers.images import (
+    IMAGE_KEYS,
+    SequenceImages,
+    count_padded_rows,
+    refuse_bidirectional_prompts,
+    rope_index_of,
+)
 from flashmask_hf.trainers.loading import flashmask_policy, run_packed_models
 from flashmask_hf.trainers.metrics import log_sharing
 from flashmask_hf.trainers.option_checks import prepared_arguments, refuse_liger_losses
@@ -78,7 +84,9 @@ class SharedPrompts:
         # TRL loads reward models with the same options, so the policy's attention is set afterwards.
         with flashmask_policy(model, args, reference=args.beta != 0.0, attention=None):
             super().__init__(model, reward_funcs, args, *others, **kwargs)
-        self._rope_index = rope_index_of(self.model) if isinstance(self.processing_class, ProcessorMixin) else None
+        if isinstance(self.processing_class, ProcessorMixin):
+            refuse_bidirectional_prompts(self.model)
+        self._rope_index = rope_index_of(self.model)
         for name, row in first_rows(self).items():
             # Environments may make the prompts themselves.
             if "prompt" not in row and getattr(self, "environment_factories", None) is None:

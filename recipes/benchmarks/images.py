@@ -77,7 +77,7 @@ class Conversations:
             `pixels`; and the numbers of "labels" and of "images".
         """
         drawn = draw(length, share, self.sides, generator)
-        documents = [self._document(*one, generator) for one in drawn]
+        documents = [self.document(*one, generator) for one in drawn]
         starts = [*accumulate((len(document.get("pixel_values", ())) for document in documents), initial=0)]
         if starts[-1] > len(self.pixels):
             self.pixels = torch.randn(starts[-1], *self.pixels.shape[1:], device=self.device, dtype=self.pixels.dtype)
@@ -95,7 +95,7 @@ class Conversations:
             "images": sum(len(images) for _, images in drawn),
         }
 
-    def _document(self, text: int, images: list[tuple[int, int]], generator: torch.Generator) -> dict[str, Tensor]:
+    def document(self, text: int, images: list[tuple[int, int]], generator: torch.Generator) -> dict[str, Tensor]:
         """Return what a processor makes of a conversation, pixels without memory."""
         pieces = torch.randint(0, self.image - 1, (text,), generator=generator).tensor_split(len(images) + 1)
         spans = [torch.full((height * width,), self.image) for height, width in images]

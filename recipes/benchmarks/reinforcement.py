@@ -2,11 +2,13 @@
 
     python recipes/benchmarks/reinforcement.py --csv grpo.csv
     python recipes/benchmarks/reinforcement.py --models llama-3.2-1b --cases 512:512 1024:256 --groups 2 4
+    python recipes/benchmarks/reinforcement.py --models qwen2.5-vl-3b gemma-3-4b --providers flashmask sdpa
     python recipes/benchmarks/reinforcement.py --models tiny --device cpu
 
 A micro-batch is `--groups` prompts of the stated length, each with G completions of half to all of the stated length,
 which every provider runs in one forward. Models have random weights, in bfloat16 (float32 on a CPU), with gradient
-checkpointing. All weights of llama-3.2-1b are trained, and adapters of qwen3-4b.
+checkpointing. All weights are trained, and of qwen3-4b adapters. Up to seven eighths of the prompts of vision-language
+models are images: one, or with Gemma several of one size.
 
 An update is forward and backward of the trainer's loss, with packing, without generation, optimizer and compilation.
 Tokens per second count a prompt once for each completion, without padding.
@@ -21,6 +23,7 @@ first forward, after TRL's shuffle.
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import sys
@@ -32,12 +35,15 @@ from typing import Any
 import torch
 from datasets import Dataset
 from harness import Results, attempt, available, flags, free_memory, parsed, time_left
-from shapes import SHAPES, arguments_of, build_model, tokenizer
+from images import Conversations
+from shapes import arguments_of, build_model, tokenizer
 from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from trl import GRPOConfig, GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
 from flashmask_hf.trainers import SharedPromptGRPOConfig, SharedPromptGRPOTrainer
+from flashmask_hf.trainers.images import IMAGE_KEYS
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import compile_layers
@@ -49,7 +55,11 @@ MICRO_BATCHES = 2  # of a generation batch, for the first ratio
 MODELS: dict[str, tuple[int, list[str]]] = {
     "llama-3.2-1b": (0, ["512:512", "1024:256", "4096:256", "512:4096", "16384:64"]),
     "qwen3-4b": (16, ["1024:256", "4096:256"]),
+    "qwen2.5-vl-3b": (0, ["1024:256"]),
+    "gemma-3-4b": (0, ["1024:256"]),
     "tiny": (4, ["64:16", "16:32"]),
+    "qwen2.5-vl-tiny": (0, ["64:16"]),
+    "gemma-3-tiny": (0, ["64:16"]),
 }
 RATE = "update_tokens_per_second"
 FIGURES = (RATE, "update_peak_gib", "update_turns", "difference", "other_prompt", "first_ratio_max", "first_ratio_mean")
@@ -71,8 +81,12 @@ class Bench:
 
     def __init__(self, model: str, rank: int, a: Any):
         self.device, self.generations = a.device, a.generations
-        self.vocab = SHAPES[model]["vocab_size"]
-        self.model = build_model(model, a.device, rank=rank, **IDS)
+        has_images = model.startswith(("qwen2.5-vl", "gemma"))
+        kind = AutoModelForImageTextToText if has_images else AutoModelForCausalLM
+        self.model = build_model(model, a.device, kind=kind, rank=rank, **IDS)
+        self.images = Conversations(self.model) if has_images else None
+        # The last ids of a vision-language model are of images and videos.
+        self.vocab = self.model.config.get_text_config().vocab_size - 2 * has_images
         self._shared = self._trainer(SharedTrainer, SharedPromptGRPOConfig)
         self._shared.state.global_step = 1  # not a logging step, in which the sparsity of the mask is computed
         self._stock = self._trainer(StockTrainer, GRPOConfig)
@@ -95,7 +109,7 @@ class Bench:
         self.model.set_attn_implementation(provider)
         return self._shared if provider == "flashmask" else self._stock
 
-    def draw(self, prompt: int, completion: int, groups: int) -> dict[str, Tensor]:
+    def draw(self, prompt: int, completion: int, groups: int) -> dict[str, Any]:
         """Draw the batch that TRL makes after generation."""
         generator = torch.Generator().manual_seed(prompt + completion)
         rows = groups * self.generations
@@ -105,7 +119,7 @@ class Bench:
 
         lengths = torch.randint(completion // 2, completion + 1, (rows, 1), generator=generator)
         mask = (torch.arange(completion) < lengths).long()
-        batch = {
+        batch: dict[str, Any] = {
             "prompt_ids": tokens(groups, prompt).repeat_interleave(self.generations, 0),
             "prompt_mask": torch.ones(rows, prompt, dtype=torch.int64),
             "completion_ids": tokens(rows, completion) * mask,
@@ -113,25 +127,49 @@ class Bench:
             "advantages": torch.randn(rows, generator=generator),
             "num_items_in_batch": mask.sum(),
         }
-        return {name: x.to(self.device) for name, x in batch.items()}
+        if self.images is not None:
+            batch |= self._draw_images(prompt, completion, groups, generator)
+        return {name: x.to(self.device) if isinstance(x, Tensor) else x for name, x in batch.items()}
 
-    def log_probabilities(self, provider: str, batch: dict[str, Tensor], rows: int | None = None) -> Tensor:
+    def _draw_images(self, prompt: int, completion: int, groups: int, generator: torch.Generator) -> dict[str, Any]:
+        """Draw prompts with images, whose pixels TRL repeats for each completion."""
+        assert self.images is not None
+        side, tokens = self.images.sides[0], 7 * prompt // 8
+        if self.images.has_axes:
+            sizes = [(math.isqrt(tokens), tokens // math.isqrt(tokens))]
+        else:
+            sizes = [(side, side)] * (tokens // side**2)
+        text = prompt - sum(height * width for height, width in sizes)
+        drawn: dict[str, list[Tensor]] = {}
+        for _ in range(groups):
+            document = self.images.document(text, sizes, generator)
+            pixels = torch.randn(document["pixel_values"].shape, generator=generator)
+            document["pixel_values"] = pixels.to(self.model.dtype)
+            for name, x in document.items():
+                drawn.setdefault(name, []).extend([x] * self.generations)
+        batch: dict[str, Any] = {name: torch.cat(x) for name, x in drawn.items() if name != "labels"}
+        for name in {"token_type_ids", "mm_token_type_ids"} & set(batch):
+            batch[name] = torch.nn.functional.pad(batch[name], (0, completion))
+        return batch | {"prompt_ids": batch.pop("input_ids"), "num_images": [len(sizes)] * groups * self.generations}
+
+    def log_probabilities(self, provider: str, batch: dict[str, Any], rows: int | None = None) -> Tensor:
         """Return the log-probability of each completion token, 0 for padding, in forwards of `rows` rows or of all."""
         trainer = self.use(provider)
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
         mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
         keep = batch["completion_ids"].shape[1]
+        images = {name: batch[name] for name in IMAGE_KEYS if name in batch}
         values, *_ = trainer._get_per_token_logps_and_entropies(
-            self.model, ids, mask, keep, batch_size=rows, compute_entropy=torch.is_grad_enabled()
+            self.model, ids, mask, keep, batch_size=rows, compute_entropy=torch.is_grad_enabled(), **images
         )
         return values * batch["completion_mask"]
 
-    def forward(self, provider: str, batch: dict[str, Tensor], rows: int | None = None) -> Tensor:
+    def forward(self, provider: str, batch: dict[str, Any], rows: int | None = None) -> Tensor:
         """Compute log-probabilities without gradients."""
         with torch.no_grad(), disable_gradient_checkpointing(self.model):
             return self.log_probabilities(provider, batch, rows).float()
 
-    def update(self, provider: str, batch: dict[str, Tensor]) -> None:
+    def update(self, provider: str, batch: dict[str, Any]) -> None:
         """Run forward and backward of the loss."""
         self.use(provider).compute_loss(self.model, batch).backward()
 
@@ -162,7 +200,7 @@ class Bench:
 Found = dict[str, dict[str, Any]]
 
 
-def compare(bench: Bench, batch: dict[str, Tensor], found: Found) -> None:
+def compare(bench: Bench, batch: dict[str, Any], found: Found) -> None:
     """Warm up, and exit unless the providers agree with SDPA, or with the first that runs."""
     results: dict[str, Tensor] = {}
     norms: dict[str, float] = {}
@@ -187,7 +225,8 @@ def compare(bench: Bench, batch: dict[str, Tensor], found: Found) -> None:
     def difference(values: Tensor) -> float:
         return float((values - results[first])[real].square().mean().sqrt())
 
-    other = batch | {"prompt_ids": 3 + (batch["prompt_ids"] - 2) % (bench.vocab - 3)}
+    ids = batch["prompt_ids"]
+    other = batch | {"prompt_ids": torch.where(ids < bench.vocab, 3 + (ids - 2) % (bench.vocab - 3), ids)}
     control = difference(bench.forward(first, other))
     for name, values in results.items():
         found[name] |= {"difference": f"{difference(values):.3g}", "other_prompt": f"{control:.3g}"}

@@ -466,15 +466,19 @@ def test_kernels_have_kinds(kernel):
     assert step_profile.kind_of(kernel) == KERNELS[kernel]
 
 
-def test_grpo(run, capsys):
-    flags = ["--models", "tiny", "--cases", "16:8", "--turns", 1, "--generations", 4, "--groups", 1, 2]
+IMAGE_MODELS = [pytest.param(f"{name}-tiny", marks=pytest.mark.full) for name in ("qwen2.5-vl", "gemma-3")]
+
+
+@pytest.mark.parametrize("model", ["tiny", *IMAGE_MODELS])
+def test_grpo(model, run, capsys):
+    flags = ["--models", model, "--cases", "32:8", "--turns", 1, "--generations", 4, "--groups", 1, 2]
     rows = run("reinforcement", *flags, "--deadline", 1e6)
     assert columns("grpo_1b_h200") - {"update_against_sdpa"} == set(rows[0])
     providers = ["flashmask", "sdpa"]
     assert [(row["groups"], row["provider"]) for row in rows] == [(n, name) for n in "12" for name in providers]
     for row in rows:
         assert int(row["update_tokens_per_second"]) > 0
-        assert float(row["difference"]) < 1e-5 < 0.1 < float(row["other_prompt"])
+        assert float(row["difference"]) < 1e-5 < 0.02 < float(row["other_prompt"])
         assert float(row["first_ratio_max"]) < 1e-4
     assert "flex_attention is left out: it has no backward on a CPU" in capsys.readouterr().out
 
