@@ -144,7 +144,7 @@ class Hopper(_Kernels):
     def backward(self, problem: Problem, dout: Layout, output: OutputLayout | None, ordered: bool = False) -> Run:
         from flashmask_hf.kernels.hopper import backward
 
-        return backward.prepare_backward(problem, dout, output, problem.arguments.deterministic, ordered)
+        return backward.prepare_backward(problem, dout, output, ordered)
 
     ordered_forward = partialmethod(forward, ordered=True)
     ordered_backward = partialmethod(backward, ordered=True)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import torch
+from tools.portable_kernels import chosen
 from torch import Tensor
 
 from flashmask_hf import FlashMask
 from flashmask_hf._call.arguments import Arguments
+from flashmask_hf.kernels.hopper import forward as hopper_forward
 from flashmask_hf.kernels.hopper.backward import prepare_backward
-from flashmask_hf.kernels.hopper.forward import Config, prepare_forward
+from flashmask_hf.kernels.hopper.forward import Config
 from flashmask_hf.kernels.launch.problem import problem_of
 from flashmask_hf.kernels.launch.tensor_layout import layout_of
 from flashmask_hf.kernels.shared.row_statistics import Delta, Gradients
@@ -50,7 +52,8 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Return out, its rows put in `order` if there is one, and lse."""
     problem = problem_of(q, k, v, mask.indices, sinks, mask.causal, Arguments(scale, softcap))
-    run = prepare_forward(problem, order is not None, config)
+    with chosen(hopper_forward, _configs=None if config is None else [config]):
+        run = hopper_forward.prepare_forward(problem, order is not None)
     return run(q, k, v, sinks, mask.indices, plan, order)
 
 
@@ -69,7 +72,7 @@ def backward(
     orders: tuple[Tensor, Tensor] | None = None,
 ) -> Gradients:
     """Return dq, dk and dv, their rows put in `orders` if there are some, and delta."""
-    problem = problem_of(q, k, v, mask.indices, None, mask.causal, Arguments(scale, softcap))
+    problem = problem_of(q, k, v, mask.indices, None, mask.causal, Arguments(scale, softcap, None, deterministic))
     output = (layout_of(delta[0]), delta[1] is not None) if isinstance(delta, tuple) else None
-    run = prepare_backward(problem, layout_of(dout), output, deterministic, orders is not None)
+    run = prepare_backward(problem, layout_of(dout), output, orders is not None)
     return run(dout, q, k, v, lse, delta, mask.indices, plan, orders)

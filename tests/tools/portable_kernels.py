@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
 from torch import Tensor
 
 from flashmask_hf import FlashMask
 from flashmask_hf._call.arguments import Arguments
 from flashmask_hf.kernels.launch.problem import problem_of
 from flashmask_hf.kernels.launch.tensor_layout import layout_of
-from flashmask_hf.kernels.portable.backward import prepare_backward
-from flashmask_hf.kernels.portable.decode import prepare_decode
-from flashmask_hf.kernels.portable.forward import prepare_forward
+from flashmask_hf.kernels.portable import backward as portable_backward
+from flashmask_hf.kernels.portable import decode as portable_decode
+from flashmask_hf.kernels.portable import forward as portable_forward
 from flashmask_hf.kernels.shared.configs import Config
 from flashmask_hf.kernels.shared.row_statistics import Delta, Gradients
 from flashmask_hf.tile_plan import Plan
+
+
+@contextlib.contextmanager
+def chosen(module: ModuleType, **choices: Any) -> Iterator[None]:
+    """Make functions of a module, by name, return these choices, unless None, in place of the measured ones."""
+    with contextlib.ExitStack() as stack:
+        for name, choice in choices.items():
+            if choice is not None:
+                stack.enter_context(mock.patch.object(module, name, lambda *_, choice=choice: choice))
+        yield
 
 
 def forward(
@@ -29,7 +45,9 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse."""
     problem = problem_of(q, k, v, mask.indices, sinks, mask.causal, Arguments(scale, softcap))
-    return prepare_forward(problem, config)(q, k, v, sinks, mask.indices, plan)
+    with chosen(portable_forward, forward_config=config):
+        run = portable_forward.prepare_forward(problem)
+    return run(q, k, v, sinks, mask.indices, plan)
 
 
 def backward(
@@ -49,7 +67,8 @@ def backward(
     """Return dq, dk, dv and delta."""
     problem = problem_of(q, k, v, mask.indices, None, mask.causal, Arguments(scale, softcap))
     output = (layout_of(delta[0]), delta[1] is not None) if isinstance(delta, tuple) else None
-    run = prepare_backward(problem, layout_of(dout), output, by_keys, by_queries)
+    with chosen(portable_backward, keys_config=by_keys, queries_config=by_queries):
+        run = portable_backward.prepare_backward(problem, layout_of(dout), output)
     return run(dout, q, k, v, lse, delta, mask.indices, plan)
 
 
@@ -66,4 +85,6 @@ def decode(
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse."""
     problem = problem_of(q, k, v, mask.indices, sinks, mask.causal, Arguments(scale, softcap))
-    return prepare_decode(problem, config, n_splits)(q, k, v, sinks, mask.indices)
+    with chosen(portable_decode, decode_config=config, decode_splits=n_splits):
+        run = portable_decode.prepare_decode(problem)
+    return run(q, k, v, sinks, mask.indices)

@@ -48,12 +48,12 @@ _TILES = {
 
 
 def prepare_backward(
-    problem: Problem, dout: Layout, output: OutputLayout | None, deterministic: bool = False, ordered: bool = False
+    problem: Problem, dout: Layout, output: OutputLayout | None, ordered: bool = False
 ) -> Callable[..., Gradients]:
     """Prepare the backward for tensors of one layout.
 
     `dout` is the layout of the output's gradient, [B, Hq, Sq, Dv]. `output` are inputs of delta, or None for calls with
-    delta as a tensor. If `deterministic`, sums of dQ have a fixed order, so that repeated runs agree to the bit.
+    delta as a tensor. With `deterministic`, sums of dQ have a fixed order, so that repeated runs agree to the bit.
 
     Returns:
         (dout, q, k, v, lse, delta, indices, plan, orders) -> (dq, dk, dv, delta), without `orders` unless `ordered`.
@@ -61,7 +61,7 @@ def prepare_backward(
         each row of dq, and of dk and dv. Gradients are laid out like q, k and v (`torch.empty_like`), or as
         [B, S, H, D] if `ordered`.
     """
-    given = problem.q, problem.k, problem.v
+    given, deterministic = (problem.q, problem.k, problem.v), problem.arguments.deterministic
     dout_given = dout
     q, k, v, dout = map(describable_layout, (*given, dout))
     copies = (q, k, v, dout) != (*given, dout_given)

@@ -73,10 +73,8 @@ def unsupported_reason(device: torch.device, dtype: torch.dtype, head_dim: int, 
     return unsupported_head_dims(head_dim, v_head_dim)
 
 
-def prepare_forward(
-    problem: Problem, ordered: bool = False, config: Config | None = None
-) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Prepare the forward for tensors of one layout; `config` None takes the tables above.
+def prepare_forward(problem: Problem, ordered: bool = False) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Prepare the forward for tensors of one layout.
 
     Returns:
         (q, k, v, sinks, indices, plan, order) -> (out, lse), without `order` unless `ordered`. `order`, int32
@@ -91,7 +89,7 @@ def prepare_forward(
     width, tail = widths
     kv_heads, kv_len = k.shape[1:3]
     mask_batch, mask_heads, n_q, n_kv = problem.plan_shape
-    configs = _configs(q.shape, widths, problem.softcap != 0, ordered) if config is None else [config]
+    configs = _configs(q.shape, widths, problem.softcap != 0, ordered)
     joins = any(config.rows == JOINED_ROWS for config in configs)
     least_tiles = -(-_TALL_TILES * COLUMNS // plan_columns(kv_len)) if len(configs) > 1 else 0
     out_layout = packed_layout(*q.shape[:3], v_head_dim, dtype=q.dtype, device=q.device, order=(0, 2, 1, 3))

@@ -330,17 +330,11 @@ def _backward_queries(
     store_tile(HeadRows(dq, dq_strides, batch, head, q_len, dim), dqueries, row)
 
 
-def prepare_backward(
-    problem: Problem,
-    dout: Layout,
-    output: OutputLayout | None,
-    by_keys: Config | None = None,
-    by_queries: Config | None = None,
-) -> Callable[..., Gradients]:
+def prepare_backward(problem: Problem, dout: Layout, output: OutputLayout | None) -> Callable[..., Gradients]:
     """Prepare the backward for tensors of one layout.
 
     `dout` is the layout of the output's gradient, [B, Hq, Sq, Dv]. `output` are inputs of delta, or None for calls with
-    delta as a tensor. `by_keys` and `by_queries` are tiles of the two kernels; None takes the measured ones.
+    delta as a tensor.
 
     Returns:
         (dout, q, k, v, lse, delta, indices, plan) -> gradients, with lse [B, Hq, Sq] of the forward.
@@ -349,7 +343,7 @@ def prepare_backward(
     batch, heads, q_len, dim = q.shape
     kv_heads, kv_len, v_dim = k.shape[1], k.shape[2], v.shape[3]
     mask_batch, mask_heads, n_q, n_kv = problem.plan_shape
-    by_keys, by_queries = by_keys or keys_config(problem), by_queries or queries_config(problem)
+    by_keys, by_queries = keys_config(problem), queries_config(problem)
     block_d, block_v = block_of(dim), block_of(v_dim)
     n_columns, n_rows = -(-kv_len // by_keys.columns), -(-q_len // by_queries.rows)
     width = plan_columns(kv_len)

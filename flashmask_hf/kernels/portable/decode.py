@@ -27,7 +27,7 @@ from flashmask_hf.kernels.launch.problem import Problem
 from flashmask_hf.kernels.launch.tensor_layout import packed_layout
 from flashmask_hf.kernels.portable.forward import attend
 from flashmask_hf.kernels.shared.bounds import end_bound, other_end_bound, other_start_bound
-from flashmask_hf.kernels.shared.configs import Config, decode_config, decode_splits
+from flashmask_hf.kernels.shared.configs import decode_config, decode_splits
 from flashmask_hf.kernels.shared.device import (
     LN_2,
     LOG2_E,
@@ -214,12 +214,8 @@ def _combine(
     tl.store(out + out_line * v_dim + e, (acc / safe_total).to(out.dtype.element_ty), mask=e < v_dim)
 
 
-def prepare_decode(
-    problem: Problem, config: Config | None = None, n_splits: int | None = None
-) -> Callable[..., tuple[Tensor, Tensor]]:
+def prepare_decode(problem: Problem) -> Callable[..., tuple[Tensor, Tensor]]:
     """Prepare decoding for tensors of one layout. A bound out of range fails a device-side assertion.
-
-    `config` None takes the measured tiles, and `n_splits` None fills the GPU.
 
     Returns:
         (q, k, v, sinks, indices) -> (out [B, Hq, Sq, Dv] like q, stored as [B, Sq, Hq, Dv]; lse [B, Hq, Sq] float32).
@@ -229,9 +225,9 @@ def prepare_decode(
     kv_heads, kv_len, v_dim = k.shape[1], k.shape[2], v.shape[3]
     mask_batch, mask_heads, *_ = problem.mask_shape
     block_v = block_of(v_dim)
-    config = config or decode_config(problem)
+    config = decode_config(problem)
     programs = -(-(heads // kv_heads * q_len) // config.rows) * kv_heads * batch
-    n_splits = n_splits or decode_splits(q.device, programs, -(-kv_len // config.columns))
+    n_splits = decode_splits(q.device, programs, -(-kv_len // config.columns))
 
     lines = batch * heads * q_len
     out_layout = packed_layout(batch, heads, q_len, v_dim, dtype=q.dtype, device=q.device, order=(0, 2, 1, 3))

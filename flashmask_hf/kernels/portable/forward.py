@@ -25,7 +25,7 @@ from flashmask_hf.kernels.launch.descriptors import loads_by_descriptor, tile_te
 from flashmask_hf.kernels.launch.launcher import Launch
 from flashmask_hf.kernels.launch.problem import Problem
 from flashmask_hf.kernels.launch.tensor_layout import packed_layout
-from flashmask_hf.kernels.shared.configs import Config, forward_config
+from flashmask_hf.kernels.shared.configs import forward_config
 from flashmask_hf.kernels.shared.device import (
     LN_2,
     LOG2_E,
@@ -139,8 +139,8 @@ def _forward(
     tl.store(lse + (batch.to(tl.int64) * heads[0] + head) * q_len + rows, row_lse, mask=rows < q_len)
 
 
-def prepare_forward(problem: Problem, config: Config | None = None) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Prepare the forward for tensors of one layout; `config` None takes the measured tiles.
+def prepare_forward(problem: Problem) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Prepare the forward for tensors of one layout.
 
     Returns:
         (q, k, v, sinks, indices, plan) -> (out [B, Hq, Sq, Dv] like q, stored as [B, Sq, Hq, Dv]; lse [B, Hq, Sq]
@@ -150,7 +150,7 @@ def prepare_forward(problem: Problem, config: Config | None = None) -> Callable[
     batch, heads, q_len, dim = q.shape
     kv_heads, kv_len, v_dim = k.shape[1], k.shape[2], v.shape[3]
     mask_batch, mask_heads, n_q, n_kv = problem.plan_shape
-    config = config or forward_config(problem)
+    config = forward_config(problem)
     block_d, block_v = block_of(dim), block_of(v_dim)
     n_rows = -(-q_len // config.rows)
     width = plan_columns(kv_len)
