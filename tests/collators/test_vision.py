@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 from tools.vision import KINDS, document, picture, placeholder, tiny_model, tiny_processor, words
+from torch.utils.data import DataLoader
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from flashmask_hf.collators import DataCollatorForPackedVisionLanguageModeling, RopeIndex
@@ -143,6 +144,17 @@ def test_copies_and_rows_packed_ahead_give_the_same_batch():
         [{"examples": examples[:2]}, {"examples": examples[2:]}]
     )
     assert rows["input_ids"].shape == (1, 64)
+
+
+@pytest.mark.full
+def test_a_worker_gives_the_same_batch():
+    rope_index = RopeIndex.of(tiny_model("qwen3_vl"))
+    collator = DataCollatorForPackedVisionLanguageModeling(tiny_processor("qwen3_vl"), rope_index=rope_index)
+    examples = [conversation((1, 1)), conversation(), conversation((2, 1), (1, 2))]
+    workers = dict(num_workers=1, multiprocessing_context="spawn")
+    (got,), want = DataLoader(examples, batch_size=3, collate_fn=collator, **workers), collator(examples)
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[key], want[key]) for key in want)
 
 
 def test_the_first_of_four_axes_counts_tokens():
