@@ -10,7 +10,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from tools.model_pairs import BOUND, model_pair
+from tools.model_pairs import BOUND, SIZES, model_pair
 from tools.tiny import TRAINER_WARNINGS, llama_config, trainer_settings, word_tokenizer
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen3MoeConfig
 
@@ -143,10 +143,8 @@ def test_windows_softcaps_sinks_and_experts(model):
 
 
 def test_a_loss_of_routers_counts_the_tokens_of_the_batch():
-    config = Qwen3MoeConfig(  # pyright: ignore[reportCallIssue]
-        vocab_size=48, hidden_size=32, moe_intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2, output_router_logits=True,
-    )  # fmt: skip
+    experts: dict[str, Any] = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, output_router_logits=True)
+    config = Qwen3MoeConfig(**SIZES, **experts)
     torch.manual_seed(0)
     stock = AutoModelForCausalLM.from_config(config, attn_implementation="flashmask")
     shared = copy.deepcopy(stock)
