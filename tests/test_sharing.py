@@ -143,7 +143,9 @@ def test_windows_softcaps_sinks_and_experts(model):
 
 
 def test_a_loss_of_routers_counts_the_tokens_of_the_batch():
-    experts: dict[str, Any] = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, output_router_logits=True)
+    experts: dict[str, Any] = dict(
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, output_router_logits=True
+    )
     config = Qwen3MoeConfig(**SIZES, **experts)
     torch.manual_seed(0)
     stock = AutoModelForCausalLM.from_config(config, attn_implementation="flashmask")
