@@ -69,7 +69,7 @@ _applicable: weakref.WeakKeyDictionary[Any, dict[Any, list[Rule]]] = weakref.Wea
 
 
 def applicable(rules: list[Rule], call: Call) -> list[Rule]:
-    """Return the rules that can apply to a call; memoized by model, attention, activated LoRA and names of arguments."""
+    """Return the rules that can apply to a call, memoized by model, attention, active LoRA and names of arguments."""
     given = [name for name, value in call.named.items() if value is not None]
     if torch.compiler.is_compiling():
         return [x for x in rules if x.can_apply(call, given)]
