@@ -1,4 +1,11 @@
-"""Other programs of docs/programs.md compute with "flashmask" what they compute with eager attention."""
+"""Other programs of docs/programs.md compute with "flashmask" what they compute with eager attention, or refuse it.
+
+The programs are no dependencies of this package: tests of programs that are not installed are skipped.
+"""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +15,25 @@ from transformers import AutoModelForCausalLM, BertConfig, BertModel
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore")]
 
 TEXTS = ["w5 w6 w7", "w9", "w8 w5 w6 w7 w9 w10 w11 w12"]
+PAGE = (Path(__file__).parents[1] / "docs" / "programs.md").read_text()
+DOCUMENTS = [torch.arange(5, 25), torch.arange(30, 39), torch.arange(12, 43)]
+POSITIONS = [torch.arange(len(document)) for document in DOCUMENTS]
+
+
+def script(word):
+    """Return the code of the page that contains a word."""
+    return next(code for code in re.findall(r"```py(?:thon)?\n(.*?)```", PAGE, re.DOTALL) if word in code)
+
+
+def module(name):
+    """Return a module of a program, which some versions of its dependencies break; skip without it."""
+    return pytest.importorskip(name, exc_type=ImportError)
+
+
+def assert_as_alone(logits, model):
+    """Assert that the logits [1, S, V] of the packed documents are the logits of each alone."""
+    alone = [model(input_ids=document[None], use_cache=False).logits for document in DOCUMENTS]
+    torch.testing.assert_close(logits[:, : sum(map(len, DOCUMENTS))], torch.cat(alone, 1), rtol=1e-4, atol=1e-5)
 
 
 @pytest.fixture
@@ -81,3 +107,89 @@ def test_lm_eval_scores_the_same(tmp_path):
         scores.append(torch.tensor([score for score, _ in model.loglikelihood(requests)]))
     torch.testing.assert_close(*scores, rtol=1e-5, atol=1e-5)
     assert len(set(scores[0].tolist())) == 3
+
+
+def test_torchtitan_packs_documents(monkeypatch):
+    attention, llama3 = module("torchtitan.models.common.attention"), module("torchtitan.models.llama3")
+    for owner, name in ((attention.VarlenAttention, "forward"), (llama3.Llama3Model, "get_attention_masks")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # put back what the script replaces
+    exec(script("torchtitan"), {})
+    torch.manual_seed(0)
+    model = llama3.llama3_configs["debugmodel"](attn_backend="varlen").build()
+    model.init_states()
+
+    def logits(tokens, positions):
+        return model(tokens[None], positions[None], model.get_attention_masks(positions[None]))
+
+    packed = logits(torch.cat(DOCUMENTS), torch.cat(POSITIONS))
+    torch.testing.assert_close(packed, torch.cat([*map(logits, DOCUMENTS, POSITIONS)], 1), rtol=1e-4, atol=1e-5)
+
+
+def test_axolotl_takes_the_plugin_and_packs_with_it(monkeypatch):
+    config = module("axolotl.utils.schemas.config")
+    for name in ("CANONICAL_ATTN_IMPLS", "ATTN_IMPLS_SUPPORTING_PACKING"):  # put back what the plugin adds to
+        monkeypatch.setattr(config, name, getattr(config, name))
+    validate = config.AxolotlInputConfig.validate_attn_implementation
+    with pytest.raises(ValueError, match="not a recognized backend"):
+        validate("flashmask")
+    held = {}
+    exec(script("axolotl"), held)
+    held["FlashMask"]().register({})
+    parsed = config.AxolotlInputConfig.model_construct(attn_implementation=validate("flashmask"))
+    assert parsed.attn_supports_packing
+
+
+def test_llama_factory_packs_documents(monkeypatch):
+    """The batch of `neat_packing: true`, from its own collator."""
+    patcher, collator = module("llamafactory.model.patcher"), module("llamafactory.data.collator")
+    monkeypatch.setattr(patcher, "configure_attn_implementation", patcher.configure_attn_implementation)
+    monkeypatch.setattr(collator, "prepare_4d_attention_mask", collator.prepare_4d_attention_mask)
+    exec(script("llamafactory").replace("main()", ""), {})
+    config = llama_config(initializer_range=0.3)
+    patcher.configure_attn_implementation(config, SimpleNamespace(flash_attn="auto"))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    assert model.config._attn_implementation == "flashmask"
+    numbers = [torch.full_like(positions, number) for number, positions in enumerate(POSITIONS, start=1)]
+    columns = {"input_ids": DOCUMENTS, "labels": DOCUMENTS, "position_ids": POSITIONS, "attention_mask": numbers}
+    padding = {"labels": -100}
+    row = {name: torch.cat(column).tolist() + [padding.get(name, 0)] * 3 for name, column in columns.items()}
+    template = module("llamafactory.data.template").TEMPLATES["empty"]
+    collate = collator.SFTDataCollatorWith4DAttentionMask(word_tokenizer(), template=template, block_diag_attn=True)
+    assert_as_alone(model(**collate([row]), use_cache=False).logits, model)
+
+
+def test_ms_swift_takes_the_name_but_not_packing():
+    attention, arguments = module("swift.model.utils").AttnImpl, module("swift.arguments").SftArguments
+    config = llama_config()
+    attention.update_attn_impl(config, "flashmask")
+    assert config._attn_implementation == "flashmask"
+    with pytest.raises(ValueError, match='"packing" feature requires a flash attention implementation'):
+        arguments._check_padding_free(SimpleNamespace(packing=True, padding_free=False, attn_impl="flashmask"))
+
+
+def test_verl_packs_documents(tmp_path, monkeypatch):
+    """The row of its FSDP engine, whose mesh is of CPUs here."""
+    engines, configs = module("verl.workers.engine.fsdp.transformer_impl"), module("verl.workers.config")
+    tensordict, settings = module("tensordict"), module("verl.utils.tensordict_utils")
+    AutoModelForCausalLM.from_config(llama_config(initializer_range=0.3)).save_pretrained(tmp_path)
+    word_tokenizer().save_pretrained(tmp_path)
+    mesh = torch.distributed.device_mesh.init_device_mesh
+    monkeypatch.setattr(engines, "create_device_mesh", lambda **_: mesh("cpu", (1,)))
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        name = {"attn_implementation": "flashmask"}
+        model_config = configs.HFModelConfig(path=str(tmp_path), external_lib="flashmask_hf", override_config=name)
+        engine_config = configs.FSDPEngineConfig(use_torch_compile=False, model_dtype="fp32")
+        engine = engines.FSDPEngineWithLMHead(model_config, engine_config, None, None)
+        engine.module = engine._build_module().eval()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert engine.module.config._attn_implementation == "flashmask"
+    columns = {"input_ids": DOCUMENTS, "position_ids": POSITIONS, "loss_mask": POSITIONS}
+    rows = {name: torch.nested.as_nested_tensor(column, layout=torch.jagged) for name, column in columns.items()}
+    batch = tensordict.TensorDict(rows, batch_size=[len(DOCUMENTS)])
+    settings.assign_non_tensor(batch, temperature=1.0, use_remove_padding=True, use_fused_kernels=False)
+    inputs, _ = engine.prepare_model_inputs(batch)
+    assert inputs["attention_mask"] is None
+    assert_as_alone(engine.module(**inputs, use_cache=False).logits, engine.module)
