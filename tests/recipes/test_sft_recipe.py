@@ -110,11 +110,15 @@ def test_attention_is_kept_in_checkpointed_layers(tmp_path, model, monkeypatch, 
 
 
 @pytest.mark.full
-def test_two_processes_train_lora_like_one(tmp_path, model, capsys):
+@pytest.mark.parametrize("config", ["ddp", "zero3"])
+def test_two_processes_train_lora_like_one(tmp_path, model, monkeypatch, capsys, config):
+    if config == "zero3":
+        pytest.importorskip("deepspeed")
+        monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     flags = ["--config", str(sft.DEMO_CONFIG), "--model_name_or_path", str(model), "--use_peft", "--lora_dropout", "0"]
     flags += ["--lora_target_modules", "all-linear", "--max_steps", "4", *QUICK]
     accelerate = [sys.executable, "-m", "accelerate.commands.launch"]
-    accelerate += ["--config_file", RECIPES / "configs" / "accelerate_ddp.yaml"]
+    accelerate += ["--config_file", RECIPES / "configs" / f"accelerate_{config}.yaml"]
     two = launch(accelerate, tmp_path / "two", *flags, "--per_device_train_batch_size", 1)
     assert (tmp_path / "two" / "adapter_model.safetensors").exists()
     assert two.count("packing efficiency") == two.count("Answer: ") == 1
