@@ -286,9 +286,7 @@ class FlashMask:
             ValueError: its rank is not 2, 3 or 4, or an axis is empty.
             MaskNotRepresentable: a column has more hidden intervals than fit.
         """
-        check_tensor("visible", visible, "a bool", "[Sq, Skv]", "[B, Sq, Skv]", "[B, H, Sq, Skv]")
-        visible = visible[None, None] if visible.dim() == 2 else visible
-        visible = visible[:, None] if visible.dim() == 3 else visible
+        visible = _with_all_axes("visible", visible, "Skv")
         if causal is None:
             try:
                 return cls.from_dense(visible, causal=True)
@@ -301,7 +299,8 @@ class FlashMask:
         """Build a mask with the smallest n that fits from dense columns, in linear memory.
 
         Args:
-            visible: (first, last) -> bool [B, H, Sq, last - first], True where a query may look.
+            visible: (first, last) -> bool [..., Sq, last - first] with the axes of `from_dense`, True where a query
+                may look.
             kv_len: number of columns.
             causal: the form.
 
@@ -316,13 +315,12 @@ class FlashMask:
         runs, leaks = [], []
         for first in range(0, kv_len, _COLUMNS_PER_PASS):
             last = min(first + _COLUMNS_PER_PASS, kv_len)
-            returned = f"[B, H, Sq, {last - first}]"
-            part = check_tensor(f"visible({first}, {last})", visible(first, last), "a bool", returned)
+            part = _with_all_axes(f"visible({first}, {last})", visible(first, last), str(last - first))
             shape = shape or list(part.shape[:3])
             if list(part.shape) != [*shape, last - first]:
                 raise ValueError(
-                    f"visible({first}, {last}) must be {returned}, of the same B, H and Sq each time, got "
-                    f"{list(part.shape)}"
+                    f"visible({first}, {last}) must be [B, H, Sq, {last - first}], of the same B, H and Sq each time, "
+                    f"got {list(part.shape)}"
                 )
             part_runs, part_leaks = find_hidden_runs(part, first, kv_len, causal)
             runs.append(part_runs)
@@ -471,6 +469,13 @@ def check_fit(mask: FlashMask, q: Tensor, k: Tensor) -> None:
         raise ValueError(f"mask has batch {mask_batch}; it must be 1 or q's batch {batch}")
     if not is_one_of(mask_heads, 1, kv_heads, heads):
         raise ValueError(f"mask has {mask_heads} heads; it must have 1, Hkv = {kv_heads} or Hq = {heads}")
+
+
+def _with_all_axes(name: str, visible: Tensor, columns: str) -> Tensor:
+    """Return a bool tensor [Sq, columns], [B, Sq, columns] or [B, H, Sq, columns] as [B, H, Sq, columns]."""
+    check_tensor(name, visible, "a bool", f"[Sq, {columns}]", f"[B, Sq, {columns}]", f"[B, H, Sq, {columns}]")
+    visible = visible[None] if visible.dim() == 2 else visible
+    return visible[:, None] if visible.dim() == 3 else visible
 
 
 def _first_columns(flags: Tensor) -> list[tuple[int, int, int]]:

@@ -249,7 +249,7 @@ def test_the_fastest_settings_of_both_are_compared(figures, tmp_path):
     assert "over the fastest other way: 0.50x to 1.09x on packed documents, 2.5x to 3.0x on shared prompts" in words
     assert "3.00x  FlashAttention-4, padded" in words
     assert "fastest other way = 1" in words
-    assert "120  flashmask (kept, liger)" in drawn("training", tmp_path)
+    assert "120  flashmask (attention kept, Liger)" in drawn("training", tmp_path)
     assert "3.00x  over FlashAttention-4, padded" in drawn("grpo", tmp_path)
 
 

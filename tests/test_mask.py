@@ -597,10 +597,10 @@ def test_the_examples_in_docstrings_run():
         (lambda a, b: torch.ones(1, 1, 4, b - a, dtype=torch.int64), 4, TypeError, "bool tensor .* got torch.int64"),
         (lambda a, b: None, 4, TypeError, "bool tensor .* got NoneType"),
         (
-            lambda a, b: torch.ones(4, b - a, dtype=torch.bool),
+            lambda a, b: torch.ones(b - a, dtype=torch.bool),
             4,
             ValueError,
-            r"visible\(0, 4\) must have shape \[B, H, Sq, 4\].*\[4",
+            r"visible\(0, 4\) must have shape \[Sq, 4\] or \[B, Sq, 4\] or \[B, H, Sq, 4\].*got \[4\]",
         ),
         (
             lambda a, b: torch.ones(1, 1, 4, 4, dtype=torch.bool),
@@ -618,6 +618,13 @@ def test_the_examples_in_docstrings_run():
 def test_from_columns_rejects_what_is_no_mask(visible, kv_len, error, message):
     with pytest.raises(error, match=message):
         FlashMask.from_columns(visible, kv_len, causal=False)
+
+
+@pytest.mark.parametrize("shape", [(4, 5), (2, 4, 5)])
+def test_columns_need_no_axes_of_batch_and_heads(shape):
+    visible = torch.ones(shape, dtype=torch.bool).tril()
+    mask = FlashMask.from_columns(lambda first, last: visible[..., first:last], 5, causal=False)
+    assert torch.equal(mask.to_dense()[:, 0], visible.view(-1, 4, 5))
 
 
 def test_a_mask_has_no_truth_value() -> None:

@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from results import (
     RATE,
+    SETTINGS,
     TASKS,
     Row,
     common_length,
@@ -145,8 +146,8 @@ def rates_chart(figure: Figure, tasks: Sequence[str]) -> str:
         conditions, rows = headlines()[task]
         group = bars[f"{task}\n{conditions}"] = {}
         for row in comparable(rows):
-            setting = row["setting"].replace("+", ", ").replace("eager", "")
-            text = f"{{{RATE}:,.0f}}  {name_of(row['implementation'])}{f' ({setting})' if setting else ''}"
+            setting = f" ({SETTINGS[row['setting']]})" * (row["setting"] != "eager")
+            text = f"{{{RATE}:,.0f}}  {name_of(row['implementation'])}{setting}"
             group.setdefault(row["implementation"], (float(row[RATE]), text.format_map(row)))
         says.append(f"{task} {gain(rows):.2f}x")
     draw_bars(figure, bars)

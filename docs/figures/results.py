@@ -43,6 +43,8 @@ NAMES = {
     "prefix_lm_document": "prefix LM document",
     "prefix_lm_causal": "prefix LM causal",
 }
+SETTINGS = {"eager": "plain", "kept": "attention kept", "liger": "Liger", "kept+liger": "attention kept, Liger",
+            "compiled": "compiled", "compiled+kept": "compiled, attention kept"}  # fmt: skip
 TASKS = {"sft": "SFT", "lora": "LoRA", "dpo": "DPO", "reward": "reward model"}
 
 

@@ -10,6 +10,7 @@ from functools import partial
 from charts import EARLY, GALLERY, IMAGE_WAYS, headlines, image_cases
 from results import (
     RATE,
+    SETTINGS,
     TASKS,
     Cell,
     Columns,
@@ -253,8 +254,6 @@ def masks_made() -> str:
 # ----- training
 
 
-SETTINGS = {"eager": "plain", "kept": "attention kept", "liger": "Liger", "kept+liger": "attention kept, Liger",
-            "compiled": "compiled", "compiled+kept": "compiled, attention kept"}  # fmt: skip
 WORK = "documents of random length, gradient checkpointing, TRL's head, AdamW, random weights"
 
 
