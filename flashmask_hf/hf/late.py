@@ -32,20 +32,8 @@ def late_mask(
         return LayerMask(_separated_mask(query, key, attention_mask, causal, kwargs))
     record_documents(supplied=True)
     check_form(vectors, causal, getattr(module, "config", None))
-    _check_receiver(module, attention_mask, causal)
     _check_fit(vectors, query, key)
     return supplied_mask(vectors, attention_mask, causal, _window_of(module, kwargs), position_ids)
-
-
-def _check_receiver(module: nn.Module, attention_mask: Tensor | None, causal: bool) -> None:
-    """Raise if mask indices reached a layer whose tokens they do not describe."""
-    config = getattr(module, "config", None)
-    if config is not None and attention_mask is None and not causal:  # a layer of a model that asked for no mask
-        raise NotImplementedError(
-            f"{VECTORS} reached a layer that is not causal and has no mask of the model's, as in an image tower, "
-            "whose patches they do not describe; keep it from this backend, for example with "
-            "attn_implementation={'text_config': 'flashmask', 'vision_config': 'sdpa'}"
-        )
 
 
 def _check_fit(vectors: Tensor, query: Tensor, key: Tensor) -> None:

@@ -50,8 +50,7 @@ class ModelState:
         has_segments: whether its layers attend within images, windows or clips, by boundaries that it makes itself.
         takes_packed_rows: whether `run_packed` was called on it.
         rewrites: functions of a trainer that return the arguments of its calls, changed.
-        counts_layers: whether to count layers that receive the caller's mask.
-        is_counted: whether every layer received it in a call.
+        is_counted: whether every layer received the caller's mask in a call.
         has_answered: whether the host has waited for a check in its calls.
         has_warned: whether it warned of unread options of sparse attention.
     """
@@ -73,7 +72,7 @@ class ModelState:
         segmented = [part for part in (model, *parts) if _has_segments(type(part))]
         TOWERS.update(type(part.config) for part in segmented)
         self.has_segments = bool(segmented)
-        self.takes_packed_rows = self.counts_layers = self.is_counted = False
+        self.takes_packed_rows = self.is_counted = False
         self.has_answered = self.has_warned = False
         self.rewrites: tuple[Any, ...] = ()
 

@@ -23,7 +23,7 @@ from flashmask_hf.parallel.exchange import (
     spread_kv_heads,
 )
 from flashmask_hf.parallel.split import RowSplit, refuse_rope_by_length
-from flashmask_hf.torch_internals import device_assert, is_one_of
+from flashmask_hf.torch_internals import device_assert
 
 
 def attend_in_parts(
@@ -64,9 +64,13 @@ def attend_in_parts(
     if by_heads:
         key, value = spread_kv_heads(key, split), spread_kv_heads(value, split)
         query, key, value = (rows_to_heads(x, split) for x in (query, key, value))
-        kwargs[VECTORS] = _vectors_of_heads(kwargs[VECTORS], heads, kv_heads, split)
+        if kwargs[VECTORS].shape[1] > 1:
+            raise NotImplementedError(
+                f"{VECTORS} per head are not implemented for ranks that exchange heads; pass exchange='keys' to "
+                "sequence_parallel"
+            )
         mask = late_mask(module, query, key, None, kwargs)
-        sinks = None if sinks is None else own_heads(sinks, split, 0)
+        sinks = None if sinks is None else own_heads(sinks, split)
     else:
         key, value = gather_keys(key, split), gather_keys(value, split)
         whole_query = query[:, :, :1].expand(-1, -1, split.length, -1)  # only its shape [.., S, D] is read
@@ -103,17 +107,6 @@ def _check_positions(position_ids: Any, split: RowSplit) -> None:
 
     sources = (position_ids, split.position_ids, split.rows)
     cached_mask(sources, ("positions", split.group), check, per_forward=False)
-
-
-def _vectors_of_heads(vectors: Tensor, heads: int, kv_heads: int, split: RowSplit) -> Tensor:
-    """Return the mask indices of this rank's heads; indices that all heads share stay as they are."""
-    count = vectors.shape[1]
-    if count == 1:
-        return vectors
-    if not is_one_of(count, kv_heads, heads):
-        raise ValueError(f"{VECTORS} has {count} heads; it must have 1, Hkv = {kv_heads} or Hq = {heads}")
-    variant = ("own heads", split.group)
-    return cached_mask((vectors,), variant, lambda: own_heads(vectors, split, 1).clone(), per_forward=False)
 
 
 def _own_rows(whole: LayerMask, split: RowSplit) -> LayerMask:

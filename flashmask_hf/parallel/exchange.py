@@ -67,11 +67,9 @@ def heads_to_rows(x: Tensor, split: RowSplit) -> Tensor:
     return all_to_all(parts, split.group).movedim(0, 2).flatten(2, 3).transpose(1, 2)
 
 
-def own_heads(x: Tensor, split: RowSplit, dim: int) -> Tensor:
-    """Return this rank's heads (after `spread_kv_heads`) of a tensor with heads along `dim`."""
-    count, size = x.shape[dim], split.group.size
-    width = max(1, count // size)
-    return x.narrow(dim, split.group.rank * count // size, width)
+def own_heads(x: Tensor, split: RowSplit) -> Tensor:
+    """Return this rank's heads of a tensor [Hq]."""
+    return x.chunk(split.group.size)[split.group.rank]
 
 
 def gather_keys(x: Tensor, split: RowSplit) -> Tensor:

@@ -213,14 +213,6 @@ def test_vectors_of_an_encoder_decoder_are_refused(part):
         attend(module, startend_row_indices=VECTORS)
 
 
-def test_vectors_that_reach_an_image_tower_are_refused():
-    """Vectors would fit a tower that has as many patches as the row has tokens."""
-    tower = torch.nn.Module()
-    tower.config, tower.is_causal = types.SimpleNamespace(), False
-    with pytest.raises(NotImplementedError, match=r"startend_row_indices .* image tower.*'vision_config': 'sdpa'"):
-        attend(tower, startend_row_indices=FlashMask(VECTORS, causal=True).bidirectional().indices)
-
-
 def test_a_chunked_layer_refuses_supplied_vectors():
     ours, _ = chunked_pair()
     with pytest.raises(NotImplementedError, match=r"chunked attention need position_ids .* not hand to its layers"):

@@ -71,7 +71,7 @@ REFUSED = {
     "vectors out of range": r"RuntimeError: startend_row_indices must lie in 0\.\.128",
     "vectors below 0": r"RuntimeError: startend_row_indices must lie in 0\.\.128",
     "cache": "ValueError: a layer has .* rows of a row that is split over processes, but .* keys; pass use_cache=False",
-    "heads of vectors": "ValueError: startend_row_indices has 3 heads; it must have 1, Hkv = 4 or Hq = 8",
+    "heads of vectors": "NotImplementedError: startend_row_indices per head .*pass exchange='keys' to",
     "no int32": "TypeError: startend_row_indices must be an int32 tensor",
     "2D mask": "RuntimeError: a 2D attention_mask hides tokens of a row that is split",
     "dense mask": "ValueError: attention_mask must be None or .*got torch.bool",

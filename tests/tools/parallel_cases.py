@@ -489,9 +489,7 @@ CASES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "window and softcap, keys": compare("gemma2", exchange="keys"),
     "window and sinks, heads": compare("gpt_oss", exchange="heads"),
     "window and sinks, keys": compare("gpt_oss", exchange="keys"),
-    "vectors per head, heads": compare(batch=lambda: vectors_per_head(8), exchange="heads"),
     "vectors per head, keys": compare(batch=lambda: vectors_per_head(8), exchange="keys"),
-    "vectors per key-value head": compare(kv_heads=2, batch=lambda: vectors_per_head(2), exchange="heads"),
     "checkpointing": compare(exchange="heads", prepare=checkpointed({"use_reentrant": False})),
     "checkpointing, keys": compare(
         exchange="keys", layout="interleaved", prepare=checkpointed({"use_reentrant": False})

@@ -179,9 +179,13 @@ def _are_documents_read(call: Call) -> Verdict | None:
     )
 
 
-@rule(AFTER, "packed rows in a trainer, in a model some of whose layers get no mask", VECTORS)
+def _reads_indices(call: Call) -> bool:
+    """Return whether mask indices reach this package's attention."""
+    return text_attention(call) in NAMES
+
+
+@rule(AFTER, "packed rows in a model some of whose layers get no mask", VECTORS, where=_reads_indices)
 def _reaches_every_layer(call: Call) -> Verdict | None:
-    state = call.state
-    if not state.counts_layers or state.is_counted or torch.compiler.is_compiling() or is_compiled(call.model):
-        return None
+    if call.state.is_counted or not call.supplied or torch.compiler.is_compiling() or is_compiled(call.model):
+        return None  # where no layer received them, the rule before looks at what they hide
     return every_layer(call)

@@ -43,33 +43,19 @@ def run_packed(model: Any) -> None:
         raise ValueError(
             f"{type(inner).__name__} is not a causal decoder, and packed rows are causal; use TRL's own trainer for it"
         )
-    check_layers(model)
     if not state_of(backbone).takes_packed_rows:
         state_of(backbone).takes_packed_rows = True
         backbone.register_forward_hook(_unpack_outputs, with_kwargs=True)
 
 
-def check_layers(model: Any) -> None:
-    """Make a model raise in its first forward on packed rows if a layer does not receive its mask.
-
-    Repeating it is fine.
-
-    Args:
-        model: a transformers model with a head and attention "flashmask", or a PEFT model around one, not wrapped for
-            distributed training. Its first forward with `startend_row_indices` raises ValueError; where the model is
-            compiled in whole or in part, `check_compiled` does.
-    """
-    state_of(unwrap_peft(model).base_model).counts_layers = True
-
-
 def check_compiled(model: Any, device: torch.device) -> None:
-    """Run the check of `check_layers` on a compiled model, whose layers cannot be counted in calls.
+    """Check that every layer of a compiled model receives its mask: its calls cannot count layers.
 
     The first time, a row of two one-token documents runs through it, uncompiled and without gradients.
 
     Args:
-        model: as for `check_layers`, or wrapped for distributed training or compilation. Nothing is done for a model
-            that is not compiled or on which `check_layers` was not called.
+        model: a transformers model with a head and attention "flashmask", or a PEFT model around one, which may be
+            wrapped for distributed training or compilation. Nothing is done for a model that is not compiled.
         device: device of its inputs.
 
     Raises:
@@ -81,7 +67,7 @@ def check_compiled(model: Any, device: torch.device) -> None:
 
     backbone = unwrap_peft(extract_model_from_parallel(model, keep_torch_compile=False)).base_model
     if not state_of(backbone).is_counted:
-        if not state_of(backbone).counts_layers or not is_compiled(model):
+        if not is_compiled(model):
             return
         ids = torch.zeros(1, 2, dtype=torch.int64, device=device)
         ends = torch.tensor([[[[1], [2]]]], dtype=torch.int32, device=device)
