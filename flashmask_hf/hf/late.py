@@ -32,28 +32,17 @@ def late_mask(
         return LayerMask(_separated_mask(query, key, attention_mask, causal, kwargs))
     record_documents(supplied=True)
     check_form(vectors, causal, getattr(module, "config", None))
-    _check_fit(vectors, query, key)
-    return supplied_mask(vectors, attention_mask, causal, _window_of(module, kwargs), position_ids)
-
-
-def _check_fit(vectors: Tensor, query: Tensor, key: Tensor) -> None:
-    """Check that device and shape of the mask indices fit a layer's call."""
-    shape = list(vectors.shape)
     if vectors.device != query.device:
         raise ValueError(f"{VECTORS} is on {vectors.device}, but the layer runs on {query.device}; move it there")
-    batch, heads, q_len, _ = query.shape
-    kv_heads, kv_len = key.shape[1:3]
-    if shape[2] != kv_len or q_len != kv_len:
+    q_len, kv_len = query.shape[2], key.shape[2]
+    if vectors.shape[2] != kv_len or q_len != kv_len:
         raise ValueError(
-            f"{VECTORS} describe a whole row of {shape[2]} tokens, but this layer has {q_len} queries and {kv_len} "
-            "keys; pass one column per token of input_ids and use_cache=False, leave them out of generate, use no "
-            "prompt learning (virtual tokens) with packed rows, and run parts of rows, forward and backward, in the "
-            "context of flashmask_hf.parallel.sequence_parallel"
+            f"{VECTORS} describe a whole row of {vectors.shape[2]} tokens, but this layer has {q_len} queries and "
+            f"{kv_len} keys; pass one column per token of input_ids and use_cache=False, leave them out of generate, "
+            "use no prompt learning (virtual tokens) with packed rows, and run parts of rows, forward and backward, in "
+            "the context of flashmask_hf.parallel.sequence_parallel"
         )
-    if not is_one_of(shape[0], 1, batch):
-        raise ValueError(f"{VECTORS} has batch {shape[0]}; it must be 1 or the batch {batch} of the model's input")
-    if not is_one_of(shape[1], 1, kv_heads, heads):
-        raise ValueError(f"{VECTORS} has {shape[1]} heads; it must have 1, Hkv = {kv_heads} or Hq = {heads}")
+    return supplied_mask(vectors, attention_mask, causal, _window_of(module, kwargs), position_ids)
 
 
 def _window_of(module: nn.Module, kwargs: dict[str, Any]) -> int | None:

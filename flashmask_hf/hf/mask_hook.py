@@ -97,7 +97,7 @@ def mask_hook(
     indices = None if call is None else call.indices
     is_replaced = isinstance(indices, Tensor) and indices.dim() == 4 and indices.shape[3] > 1
     nodes = documents
-    if same_tokens and isinstance(indices, Tensor) and indices.shape[2:] == (q_length, 1):
+    if same_tokens and isinstance(indices, Tensor) and indices.shape[2:] == (q_length, 1) and not indices.is_meta:
         nodes = of_numbers(indices[:, 0, :, 0].to(key_positions.device))  # tokens seen up to the same row
     context = TraceContext(batch_size, key_positions, nodes, attention_mask, is_replaced)
     visible = trace(mask_function, context)

@@ -40,26 +40,20 @@ def require_flashmask(backbone: Any) -> None:
         )
 
 
-@rule(REWRITES, "no mask indices for towers without tokens", VECTORS)
+def _marks_of_text(call: Call) -> set[str]:
+    """Return the arguments that mark documents of the text: FlashAttention's, too, if a tower makes its own."""
+    marks = {VECTORS}
+    if call.state.has_segments:
+        marks |= {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+    return {name for name in marks if call.get(name) is not None}
+
+
+@rule(REWRITES, "no document boundaries of the text for towers", where=_marks_of_text)
 def _drop_from_tower(call: Call) -> dict[str, Any] | None:
-    """Return the arguments of a submodel without tokens, such as an image tower, without mask indices."""
+    """Return the arguments of a submodel without tokens, such as an image tower, without the text's boundaries."""
     if call.outer is None or call.tokens is not None:
         return None
-    return {name: value for name, value in call.named.items() if name != VECTORS}
-
-
-@rule(
-    REWRITES,
-    "no document boundaries for towers that make their own",
-    "cu_seq_lens_q",
-    where=lambda call: call.state.has_segments,
-)
-def _drop_bounds(call: Call) -> dict[str, Any] | None:
-    """Return the arguments of a tower without FlashAttention's keywords for the text."""
-    if call.outer is None or call.tokens is not None:
-        return None
-    dropped = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-    return {name: value for name, value in call.named.items() if name not in dropped}
+    return {name: value for name, value in call.named.items() if name not in _marks_of_text(call)}
 
 
 @rule(REWRITES, "packed rows", PACKED_IDS)
