@@ -14,7 +14,8 @@ from torch import Tensor
 from trl.data_utils import apply_chat_template, is_conversational, prepare_multimodal_messages
 
 from flashmask_hf.collators.bins import best_fit_decreasing
-from flashmask_hf.collators.dataset import first_row, refuse_transform
+from flashmask_hf.collators.dataset import refuse_transform
+from flashmask_hf.collators.packing import as_count
 
 EXAMPLES = "examples"
 """Column of a packed row with its raw examples, for `DataCollatorForPackedVisionLanguageModeling`."""
@@ -148,14 +149,13 @@ def pack_examples(
         4,000 examples are packed together, in a stream of 1,000.
 
     Raises:
-        ValueError: the dataset is empty or has a transform, the processor has no `image_token`, or an example is empty
-            or longer than a row.
+        TypeError: `max_image_tokens` is not an integer.
+        ValueError: it is less than 1, the dataset has a transform, the processor has no `image_token`, or an example is
+            empty or longer than a row.
     """
     refuse_transform(dataset, f"the {name} dataset")
-    first = first_row(dataset, f"the {name} dataset")
-    if EXAMPLES in first:
-        return dataset  # packed already
-    packer = _Packer(ExampleLengths(collator), max_length, max_image_tokens or max_length, f"the {name} dataset")
+    limit = as_count("max_image_tokens", max_image_tokens) or max_length
+    packer = _Packer(ExampleLengths(collator), max_length, limit, f"the {name} dataset")
     if isinstance(dataset, IterableDataset):
         features = dataset.features
         stream = dataset.decode(False) if features else dataset

@@ -8,15 +8,18 @@ from typing import Any
 from accelerate import PartialState
 from datasets import Dataset, IterableDataset
 
-from flashmask_hf.collators.dataset import first_row
+from flashmask_hf.collators.dataset import first_row, unformatted
 from flashmask_hf.collators.rope_index import RopeIndex
 from flashmask_hf.collators.vision import DataCollatorForPackedVisionLanguageModeling
 from flashmask_hf.hf.models import unwrap_peft
 from flashmask_hf.trainers.data_checks import IMAGES, has_images, without_media
 from flashmask_hf.trainers.image_rows import EXAMPLES, RowCollator, pack_examples
 from flashmask_hf.trainers.option_checks import checked_collator
-from flashmask_hf.trainers.sft_data import packing_report
+from flashmask_hf.trainers.sft_data import check_columns, packing_report
 from flashmask_hf.trainers.towers import run_tower_in_every_call
+
+_UNREAD = ("tools", "chat_template_kwargs", "conversations")
+"""Columns that TRL reads in datasets without images alone."""
 
 
 def packs_images(dataset: Any, config: Any) -> bool:
@@ -100,6 +103,15 @@ class ImagesMixin:
     def _pack_examples(self, dataset: Any, name: str) -> Any:
         """Return packed rows of a dataset of raw examples."""
         args = self.args
+        dataset = unformatted(dataset)
+        first = first_row(dataset, f"the {name} dataset")
+        if EXAMPLES in first:
+            return dataset  # packed already
+        check_columns(dataset, first, args.dataset_text_field, False, name)
+        for column in _UNREAD:
+            if first.get(column):
+                problem = f"the {name} dataset has a column {column}, which TRL does not read with images"
+                raise ValueError(f"{problem}; write it into a column messages, and remove it")
         packed = pack_examples(
             without_media(dataset, name, images=True),
             self._stock_collator,
@@ -108,7 +120,7 @@ class ImagesMixin:
             num_proc=args.dataset_num_proc,
             name=name,
         )
-        if isinstance(packed, Dataset) and EXAMPLES not in dataset.column_names:
+        if isinstance(packed, Dataset):
             PartialState().print(packing_report(args, len(dataset), packed, name))
         return packed
 

@@ -15,7 +15,6 @@ from tools.vision import KINDS, conversations, picture, tiny_processor
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from flashmask_hf.collators.bins import best_fit_decreasing
-from flashmask_hf.trainers import image_rows
 from flashmask_hf.trainers.image_rows import ExampleLengths, RowCollator, _size_of, pack_examples
 
 TURNS = [{"role": "user", "content": "w6 w7"}, {"role": "assistant", "content": "w8"}]
@@ -78,7 +77,6 @@ def test_rows_are_packed_without_decoding_and_hold_raw_examples(monkeypatch):
     expected = [collator_of()([dict(example)])["input_ids"].shape[1] for example in data]
     with monkeypatch.context() as patches:
         patches.setattr(ImageFile.ImageFile, "load", lambda self: pytest.fail("an image is decoded"))
-        patches.setattr(image_rows, "first_row", lambda *args: {})  # decodes one
         rows = pack_examples(data, collator_of(), 60)
     assert sorted(itertools.chain(*rows["seq_lengths"])) == sorted(expected)
     assert max(map(sum, rows["seq_lengths"])) <= 60
@@ -105,6 +103,8 @@ def test_a_row_has_at_most_so_many_image_tokens():
     assert [len(row["examples"]) for row in pack_examples(data, collator_of(), 25, max_image_tokens=9)] == [2, 2, 1]
     with pytest.raises(ValueError, match=r"example 0 .* has 5 tokens, 4 of them .* max_image_tokens is 3; raise it"):
         pack_examples(data, collator_of(), 25, max_image_tokens=3)
+    with pytest.raises(ValueError, match="max_image_tokens must be"):
+        pack_examples(data, collator_of(), 25, max_image_tokens=0)
     with pytest.raises(ValueError, match=r"example 0 of the train dataset has 5 tokens, .* but max_length is 4"):
         next(iter(pack_examples(data.to_iterable_dataset(), collator_of(), 4)))
 

@@ -205,6 +205,11 @@ WRONG: dict[str, Any] = {
         {"data": Dataset.from_list([{"video": "a", "images": DATA[0]["images"], "text": "w5"}])},
         "has images, video or audio in its column 'video', but this trainer packs text and images",
     ),
+    "tools": (
+        {"data": DATA.add_column("tools", [["a"]] * 8)},
+        "has a column tools, which TRL does not read with images; write it into a column messages, and remove it",
+    ),
+    "system": ({"data": DATA.add_column("system", ["w99"] * 8)}, "has a column 'system' beside its prompt"),
     "transform": ({"data": DATA.with_transform(lambda batch: batch)}, "the train dataset has a transform"),
 }
 
