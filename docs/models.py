@@ -22,6 +22,7 @@ from flashmask_hf.hf.families import FAMILIES
 PAGE = Path(__file__).with_name("models.md")
 sys.path.insert(0, str(PAGE.parents[1] / "tests"))
 
+from tools import image_zoo  # noqa: E402  # pyright: ignore[reportMissingImports]
 from tools.model_zoo import INPUTS, Family, Outcome, discover, examine, first_sentence  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 INTRO = """\
@@ -67,6 +68,14 @@ With flash-linear-attention, pass one row per batch. On H100 and H200, training 
 
 HEADER = "kind | no / right / left padding | packed | mask indices | families"
 
+IMAGES = """
+## Rows with images
+
+Three documents with one, no and two images in one row, with mask indices and `position_ids`, along the axes of a model
+that has several. "Yes" is equal to each document alone under eager attention. Families of text backbones above may
+differ: here an image tower runs under "flashmask", too.
+"""
+
 METHOD = """
 ## How it is tested
 
@@ -111,6 +120,21 @@ def kernels() -> str:
     return "\n".join(f"| {', '.join(names)} | {', '.join(served[names])} |" for names in sorted(served) if names)
 
 
+def image_rows(notes: dict[str, int]) -> list[str]:
+    """Return the lines of the section on rows with images."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name in image_zoo.families():
+        try:
+            groups[cell({"eval": image_zoo.examine(name)}, notes)].append(name)
+        except Exception as error:
+            groups["not tested"].append(name)
+            print(f"{name} with images: {first_sentence(error)}", file=sys.stderr)
+    rows = [
+        f"| {outcome} | {', '.join(names)} |" for outcome, names in sorted(groups.items(), key=lambda x: -len(x[1]))
+    ]
+    return [IMAGES, "| rows with images | families |", "|---|---|", *rows]
+
+
 def page(families: dict[str, Family], untested: list[str]) -> str:
     """Return the text of docs/models.md."""
     notes: dict[str, int] = {}
@@ -143,6 +167,7 @@ def page(families: dict[str, Family], untested: list[str]) -> str:
         f"| {HEADER} |",
         "|---" * len(HEADER.split(" | ")) + "|",
         *rows,
+        *image_rows(notes),
         "\n## Notes\n",
         *(f"{number}. {reason}" for reason, number in notes.items()),
         "\n## Not tested\n",

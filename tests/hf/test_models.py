@@ -6,7 +6,8 @@ import runpy
 import pytest
 import transformers
 from packaging.version import Version
-from tools.families import PAGE, ROOT, TABLE, UNTESTED, each_family
+from tools import image_zoo
+from tools.families import IMAGE_ROWS, PAGE, ROOT, TABLE, UNTESTED, each_family
 from tools.model_zoo import INPUTS, Outcome, discover, examine
 from transformers import CONFIG_MAPPING
 
@@ -50,11 +51,13 @@ def expected(cell, modes):
 
 def test_no_family_is_wrong():
     assert not [name for name, cells in TABLE.items() if any("wrong" in cell for cell in cells)]
+    assert "wrong" not in IMAGE_ROWS.values()
 
 
 @pytest.mark.skipif(transformers.__version__ != VERSION, reason=f"the table is of transformers {VERSION}")
 def test_every_family_is_listed():
     assert sorted([*TABLE, *UNTESTED]) == discover()
+    assert sorted(IMAGE_ROWS) == image_zoo.families()
 
 
 def test_kernels_are_listed():
@@ -79,3 +82,19 @@ def test_family(name):
         if transformers.__version__ != VERSION:  # errors of transformers itself are worded in other ways
             got, want = ({mode: outcome.word for mode, outcome in told.items()} for told in (got, want))
         assert got == want, name
+
+
+QUICK = ("kimi_k25", "lfm3_vl", "ovis2")
+
+
+@pytest.mark.skipif(transformers.__version__ != VERSION, reason=f"the table is of transformers {VERSION}")
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.full] * (name not in QUICK))
+        for name, cell in IMAGE_ROWS.items()
+        if cell != "not tested"
+    ],
+)
+def test_rows_with_images(name):
+    assert image_zoo.examine(name) == expected(IMAGE_ROWS[name], ["eval"])["eval"]

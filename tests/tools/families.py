@@ -27,6 +27,13 @@ def _table() -> dict[str, list[str]]:
 TABLE = _table()
 """Kind and outcomes of each family: without padding, padding on the right and left, packed, with mask indices."""
 UNTESTED = re.findall(r"[\w-]+", re.findall(r"^These could not be built tiny, .*?: (.*)\.$", PAGE, re.MULTILINE)[0])
+_IMAGE_ROWS = PAGE[PAGE.index("| rows with images | families |") :].split("\n\n")[0]
+IMAGE_ROWS = {
+    name: cell
+    for cell, names in re.findall(r"^\| (.*) \| (.*) \|$", _IMAGE_ROWS, re.MULTILINE)[1:]
+    for name in names.split(", ")
+}
+"""Outcome of rows with images in each family."""
 _FIRST = {tuple(cells): name for name, cells in reversed(sorted(TABLE.items()))}
 _SOURCES = "".join(path.read_text() for path in (ROOT / "flashmask_hf").rglob("*.py"))
 _QUICK = {name for name in TABLE if name in _FIRST.values() or f'"{name}"' in _SOURCES}

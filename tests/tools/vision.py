@@ -272,6 +272,11 @@ def _prefix(kind: str) -> str:
     return _PREFIXES.get(kind, kind.capitalize())
 
 
+def tower_of(kind: str) -> dict[str, Any]:
+    """Return the config of a kind's image tower."""
+    return _CONFIGS[kind]["vision_config"]
+
+
 def tiny_model(
     kind: str, attention: str | dict[str, str] = "flashmask", dtype: torch.dtype = torch.float64, **text: Any
 ) -> Any:

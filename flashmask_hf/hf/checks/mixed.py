@@ -62,6 +62,21 @@ def _is_one_answer(call: Call) -> Verdict:
     )
 
 
+@rule(
+    CHECKS,
+    "images in a model with cross-attention to them (Mllama)",
+    "cross_attention_states",
+    ours=True,
+    config="cross_attention_layers",
+    error=NotImplementedError,
+)
+def _has_no_cross_attention(call: Call) -> Verdict:
+    return False, (
+        f"{call.name} attends to images in layers of their own, whose mask {call.implementation!r} does not take; load "
+        "with 'sdpa', or pass text alone"
+    )
+
+
 @rule(CHECKS, "`seq_idx` that marks documents which `position_ids` do not mark", "seq_idx", ours=True)
 def _numbers_fit_positions(call: Call) -> Verdict | None:
     numbers = call.tensor("seq_idx", 2)

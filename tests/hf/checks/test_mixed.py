@@ -18,6 +18,8 @@ from transformers import (
     BertForNextSentencePrediction,
     BertForPreTraining,
     EsmConfig,
+    MllamaTextConfig,
+    MllamaTextModel,
 )
 
 from flashmask_hf import masks
@@ -178,3 +180,13 @@ def test_activated_lora_takes_one_document_a_row():
     ):
         with pytest.raises(RuntimeError, match="PEFT looks for alora_invocation_tokens once per row"):
             check_adapters(several)
+
+
+def test_images_of_cross_attention_are_refused():
+    """Such layers take a dense mask of images, or none, and are not causal."""
+    config = MllamaTextConfig(**SIZES, pad_token_id=0, cross_attention_layers=[0])
+    model = MllamaTextModel._from_config(config, attn_implementation="flashmask")
+    text = {"input_ids": torch.tensor([[5, 6, 7]])}
+    assert model(**text).last_hidden_state.isfinite().all()
+    with pytest.raises(NotImplementedError, match=r"attends to images in layers of their own.*load with 'sdpa'"):
+        model(**text, cross_attention_states=torch.zeros(1, 4, 32))
