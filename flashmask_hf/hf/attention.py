@@ -65,7 +65,7 @@ def attention_forward(
     check_layer(module, dropout, kwargs, FLASHMASK)
     split = None if is_marked(attention_mask) else active_split(query.shape[2], kwargs.get(VECTORS))
     if split is not None:
-        return attend_in_parts(split, late_mask, module, query, key, value, attention_mask, scaling, kwargs), None
+        return attend_in_parts(split, module, query, key, value, attention_mask, scaling, kwargs), None
     mask = layer_mask(module, query, key, attention_mask, kwargs)
     out = mask.attend(query, key, value, scale=scaling, softcap=kwargs.get("softcap"), sinks=kwargs.get("s_aux"))
     return out.transpose(1, 2), None

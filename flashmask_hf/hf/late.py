@@ -49,20 +49,16 @@ def _window_of(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
     """Return the layer's sliding window: its keyword, or the config's if `window_in_mask`."""
     config: Any = getattr(module, "config", None)
     types = getattr(config, "layer_types", None) or ()
-    reads_window = family_of(config).window_in_mask
-    layer_type = None
-    if reads_window or "chunked_attention" in types:
-        # Other models' index is left unread: a compiler would guard on it, and compile every layer anew.
-        layer = getattr(module, "layer_idx", None)
-        layer_type = types[layer] if types and layer is not None else None
-    if layer_type == "chunked_attention":
+    if "chunked_attention" in types:
         raise NotImplementedError(
             f"{VECTORS} on a layer of chunked attention need position_ids to find its chunks, which this model does "
             "not hand to its layers; use attention_mask, or position_ids that start again with each document"
         )
-    if not reads_window:
+    if not family_of(config).window_in_mask:
         return kwargs.get("sliding_window")
-    return config.sliding_window if layer_type in (None, "sliding_attention") else None
+    # Other models' index is left unread: a compiler would guard on it, and compile every layer anew.
+    layer_type = types[module.layer_idx] if types else "sliding_attention"
+    return config.sliding_window if layer_type == "sliding_attention" else None
 
 
 def _separated_mask(

@@ -51,6 +51,7 @@ class ModelState:
         takes_packed_rows: whether `run_packed` was called on it.
         rewrites: functions of a trainer that return the arguments of its calls, changed.
         is_counted: whether every layer received the caller's mask in a call.
+        is_probed: whether its calls run without the compiler, though it is compiled.
         has_answered: whether the host has waited for a check in its calls.
         has_warned: whether it warned of unread options of sparse attention.
     """
@@ -72,7 +73,7 @@ class ModelState:
         segmented = [part for part in (model, *parts) if _has_segments(type(part))]
         TOWERS.update(type(part.config) for part in segmented)
         self.has_segments = bool(segmented)
-        self.takes_packed_rows = self.is_counted = False
+        self.takes_packed_rows = self.is_counted = self.is_probed = False
         self.has_answered = self.has_warned = False
         self.rewrites: tuple[Any, ...] = ()
 

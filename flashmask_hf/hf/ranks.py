@@ -5,11 +5,11 @@ The mask is built for the whole row. Then ranks exchange heads for rows, or gath
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
+from flashmask_hf.hf.late import late_mask
 from flashmask_hf.hf.layer_mask import LayerMask, cached_mask, check_hook_result, hidden_keys
 from flashmask_hf.intervals import count_rows_before, without_causal_flag
 from flashmask_hf.mask import FlashMask
@@ -28,7 +28,6 @@ from flashmask_hf.torch_internals import device_assert
 
 def attend_in_parts(
     split: RowSplit,
-    late_mask: Callable[..., LayerMask],
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -39,7 +38,7 @@ def attend_in_parts(
 ) -> Tensor:
     """Return the attention of this rank's rows, [B, S / N, Hq, Dv].
 
-    The arguments after `late_mask` are as in `attention_forward`.
+    The arguments after `split` are as in `attention_forward`.
 
     Raises:
         ValueError: as in `attention_forward`; keys belong to other tokens than queries, as with a cache; or the model

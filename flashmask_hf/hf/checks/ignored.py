@@ -103,16 +103,6 @@ def _covers_tokens(call: Call) -> bool:
     return call.tensor(VECTORS, 4) is not None and call.indices.shape[2] == call.tokens.shape[1]
 
 
-def every_layer(call: Call) -> tuple[bool, str]:
-    """Return whether every layer received the mask indices; recurrent layers do not count."""
-    layers = call.config.get_text_config().num_hidden_layers
-    call.state.is_counted = call.supplied >= layers or is_guarded(call.model)
-    return call.state.is_counted, (
-        f"{call.name} gave the packed row's mask to {call.supplied} of its {layers} layers; in the others documents or "
-        "answers would see each other: use TRL's own trainer"
-    )
-
-
 @rule(CHECKS, "a `FlashMask` as `attention_mask`", "attention_mask", error=TypeError)
 def _takes_no_flash_mask(call: Call) -> Verdict:
     return not isinstance(call.get("attention_mask"), FlashMask), (
@@ -179,13 +169,16 @@ def _are_documents_read(call: Call) -> Verdict | None:
     )
 
 
-def _reads_indices(call: Call) -> bool:
-    """Return whether mask indices reach this package's attention."""
-    return text_attention(call) in NAMES
-
-
-@rule(AFTER, "packed rows in a model some of whose layers get no mask", VECTORS, where=_reads_indices)
+@rule(AFTER, "packed rows in a model some of whose layers get no mask", VECTORS)
 def _reaches_every_layer(call: Call) -> Verdict | None:
-    if call.state.is_counted or not call.supplied or torch.compiler.is_compiling() or is_compiled(call.model):
+    state = call.state
+    if state.is_counted or torch.compiler.is_compiling():
+        return None
+    if not state.is_probed and (not call.supplied or is_compiled(call.model)):
         return None  # where no layer received them, the rule before looks at what they hide
-    return every_layer(call)
+    layers = call.config.get_text_config().num_hidden_layers
+    state.is_counted = call.supplied >= layers or is_guarded(call.model)  # recurrent layers do not count
+    return state.is_counted, (
+        f"{call.name} gave the packed row's mask to {call.supplied} of its {layers} layers; in the others documents or "
+        "answers would see each other: use TRL's own trainer"
+    )

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from flashmask_hf.hf.call import Call, current
-from flashmask_hf.hf.checks.ignored import every_layer
 from flashmask_hf.hf.models import is_compiled, state_of, unwrap_peft
 from flashmask_hf.hf.rewrites import require_flashmask
 from flashmask_hf.names import PACKED_INDEX, VECTORS
@@ -66,21 +64,18 @@ def check_compiled(model: Any, device: torch.device) -> None:
     from accelerate.utils import extract_model_from_parallel  # wrapped models need accelerate
 
     backbone = unwrap_peft(extract_model_from_parallel(model, keep_torch_compile=False)).base_model
-    if not state_of(backbone).is_counted:
+    state = state_of(backbone)
+    if not state.is_counted:
         if not is_compiled(model):
             return
         ids = torch.zeros(1, 2, dtype=torch.int64, device=device)
         ends = torch.tensor([[[[1], [2]]]], dtype=torch.int32, device=device)
-        outer, current.call = current.call, Call(backbone, (), {VECTORS: ends})  # counts the layers of the call in it
-        call = current.call
+        state.is_probed = True
         try:
             with torch.no_grad(), torch.compiler.set_stance("force_eager"):
                 model(input_ids=ids, position_ids=ids, startend_row_indices=ends, use_cache=False)
         finally:
-            current.call = outer
-        received, message = every_layer(call)
-        if not received:
-            raise ValueError(message)
+            state.is_probed = False
     _checked.add(model)
 
 
