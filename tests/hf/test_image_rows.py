@@ -151,6 +151,20 @@ def test_padding_on_the_right_is_no_prefix_of_paligemma():
     assert (model(**padded).logits[:, :-3] - want).abs().max() <= BOUND * want.abs().max()
 
 
+def test_documents_of_paligemma_that_start_at_1_are_refused():
+    documents = documents_of("paligemma")
+    model, row = tiny_model("paligemma"), row_of(documents)
+    row["position_ids"] += 1
+    with pytest.raises(RuntimeError, match="position_ids start again at 1 in one row"):
+        model(**row, use_cache=False)
+    want = model(**row_of(documents), use_cache=False).logits
+    numbered = model(**row, **indices_of("documents", "paligemma", documents), use_cache=False).logits
+    assert (numbered - want).abs().max() <= 1e-5 * want.abs().max()  # sines and cosines are float32
+    own = documents[0] | {"attention_mask": torch.ones_like(documents[0]["input_ids"])}
+    own.pop("position_ids")
+    assert model.eval().generate(**own, max_new_tokens=2, do_sample=False).shape[1] > own["input_ids"].shape[1]
+
+
 @pytest.mark.parametrize(
     ("mask", "positions"),
     [

@@ -123,3 +123,23 @@ def _are_images_along_axes(call: Call) -> Verdict | None:
         f"position_ids [B, S] beside {pixels[0]} give tokens of an image the positions of text; pass none, or "
         "[4, B, S] as DataCollatorForPackedVisionLanguageModeling(..., rope_index=RopeIndex.of(model))"
     )
+
+
+@rule(
+    CHECKS,
+    "documents that start at position 1, from which PaliGemma counts",
+    "position_ids",
+    ours=True,
+    where=lambda call: call.config.model_type == "paligemma",
+)
+def _start_at_zero(call: Call) -> Verdict | None:
+    positions, real = call.tensor("position_ids", 2), call.padding
+    if positions is None or call.indices is not None:
+        return None
+    restarts = (positions[:, 1:] == 1) & (positions[:, :-1] > 1)
+    if real is not None:
+        restarts = restarts & real[:, 1:] & real[:, :-1]
+    return ~restarts.any(), (
+        "position_ids start again at 1 in one row, but documents are found where they are 0; let each document start "
+        f"at 0, which is equal under RoPE, or pass {VECTORS}"
+    )
