@@ -11,6 +11,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from tools.model_pairs import BOUND, SIZES, model_pair
+from tools.support import requires
 from tools.tiny import TRAINER_WARNINGS, llama_config, trainer_settings, word_tokenizer
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen3MoeConfig
 
@@ -45,7 +46,7 @@ def padded(rows: list[torch.Tensor], left: bool = False) -> dict[str, torch.Tens
     return dict(input_ids=ids, attention_mask=mask, labels=labels)
 
 
-def both_sides(rows: list[torch.Tensor], prompt: int = 7) -> dict[str, torch.Tensor]:
+def both_sides(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return a batch as reinforcement learning makes it: prompts padded on the left, answers on the right."""
     rows = [own[row % 3 :] for row, own in enumerate(rows)]
     width = 5 + max(map(len, rows))
@@ -133,6 +134,27 @@ def test_every_form_of_a_batch(form):
     assert _pack.cache_info().misses == 1
     shared(**batch)
     assert _pack.cache_info()[:2] == (1, 1)  # a second forward of a batch packs nothing
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("model", ["llama", "gemma2"])
+def test_on_a_gpu(model, dtype):
+    """Gradients are as near to those in float64 as without sharing."""
+    requires("gpu")
+    shared, stock = shared_pair(model)
+    batch = both_sides(sequences(prompts=5, answers=(30, 50, 11, 44), prompt=150))
+
+    def gradients(model, device, dtype):
+        model = copy.deepcopy(model).to(device, dtype)
+        model(**{name: x.to(device) for name, x in batch.items()}).loss.backward()
+        return torch.cat([x.grad.flatten().double().cpu() for x in model.parameters() if x.grad is not None])
+
+    exact = gradients(stock, "cpu", torch.float64)
+    ours, others = (gradients(one, "cuda", dtype) for one in (shared, stock))
+    assert _pack.cache_info().misses == 1
+    assert 0 < (others - exact).norm() < 0.2 * exact.norm()
+    assert (ours - exact).norm() < 2 * (others - exact).norm() + 1e-5 * exact.norm()
 
 
 @pytest.mark.parametrize("model", ["mistral", "gemma2", "gpt_oss"])

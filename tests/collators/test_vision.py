@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from tools.support import requires
 from tools.vision import KINDS, document, picture, placeholder, tiny_model, tiny_processor, words
 from torch.utils.data import DataLoader
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
@@ -54,15 +55,15 @@ def examples_of(kind):
     return plain + [{"document": document(kind, [(2, 1, 2)], 3)}] * (kind in QWEN)
 
 
-def floats(batch):
-    return {name: x.double() if x.is_floating_point() else x for name, x in batch.items() if name != "attention_mask"}
+def floats(batch, dtype):
+    return {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.items() if name != "attention_mask"}
 
 
-def train(model, batches):
+def train(model, batches, dtype=torch.float64):
     """Return the loss, the logits of all tokens and the gradients of a step on these batches."""
     labels = [batch["labels"][..., 1:] for batch in batches]
     items = sum(int((own != -100).sum()) for own in labels)
-    outs = [model(**floats(batch), use_cache=False, num_items_in_batch=items) for batch in batches]
+    outs = [model(**floats(batch, dtype), use_cache=False, num_items_in_batch=items) for batch in batches]
     loss = sum(out.loss for out in outs)
     loss.backward()
     logits = torch.cat([out.logits.flatten(0, 1) for out in outs]).detach()
@@ -95,6 +96,29 @@ def test_packed_examples_equal_each_alone(kind, rows):
     assert any("vis" in name for name in grads)
     for name in grads:
         assert (packed_grads[name] - grads[name]).abs().max() < 2e-7, name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", QUICK)
+def test_packed_examples_on_a_gpu(kind, dtype):
+    """Gradients of a packed row are as near to those in float64 as stock's of the examples alone."""
+    requires("gpu")
+    collator, alone = made(tiny_processor(kind), rope_index=RopeIndex.of(tiny_model(kind)) if kind in QWEN else None)
+    examples = examples_of(kind)
+    documents = [alone([copy.copy(own)]) for own in examples]
+
+    def gradients(attention, batches, device, dtype):
+        model = tiny_model(kind, attention).to(device, dtype)
+        moved = [{name: torch.as_tensor(x).to(device) for name, x in batch.items()} for batch in batches]
+        *_, found = train(model, moved, dtype)
+        return torch.cat([found[name].flatten().double().cpu() for name in sorted(found)])
+
+    exact = gradients("sdpa", documents, "cpu", torch.float64)
+    ours = gradients("flashmask", [collator(examples)], "cuda", dtype)
+    stock = gradients("sdpa", documents, "cuda", dtype)
+    assert 0 < (stock - exact).norm() < 0.2 * exact.norm()
+    assert (ours - exact).norm() < 2 * (stock - exact).norm() + 1e-5 * exact.norm()
 
 
 @pytest.mark.parametrize("kind", ["gemma3", pytest.param("gemma4", marks=pytest.mark.full)])

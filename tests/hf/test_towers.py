@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tools.model_pairs import attend, layer_inputs
+from tools.support import requires
 from tools.vision import document, tiny_model
 from torch import nn
 from transformers import AttentionInterface, models
@@ -78,6 +79,25 @@ def test_a_layer_calls_attention_once_for_all_images(kind, calls, monkeypatch):
     inputs["hidden_states"].requires_grad_()
     assert_same(outputs(ours, inputs), want)
     assert sum(calls.values()) == 3 * len(ours.blocks)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", QWEN)
+def test_towers_on_a_gpu(kind, dtype):
+    """Images of up to 1,200 patches: outputs and gradients are as near to those in float64 as the loop's."""
+    requires("gpu")
+    grids = torch.tensor([[1, 34, 30], [1, 4, 4], [2, 8, 12], [1, 30, 40]])
+    patches = torch.randn(grids.prod(1).sum(), 96, generator=torch.Generator().manual_seed(0))
+    exact, ours, stock = (
+        torch.cat([x.flatten().double().cpu() for x in outputs(tower.to(device, kept), inputs)])
+        for (tower, device, kept) in zip(
+            (towers(kind)[1], *towers(kind)), ("cpu", "cuda", "cuda"), (torch.float64, dtype, dtype), strict=True
+        )
+        for inputs in [dict(hidden_states=patches.to(device, kept), grid_thw=grids.to(device))]
+    )
+    assert 0 < (stock - exact).norm() < 0.2 * exact.norm()
+    assert (ours - exact).norm() < 2 * (stock - exact).norm() + 1e-5 * exact.norm()
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "pixtral"])
