@@ -312,20 +312,15 @@ def _backward_queries(
     row_delta = _load_statistic(_HeadStatistic(delta, plane, padded_len), row, BLOCK_M, TMA)
     query_tile = _QueryTile(queries, upstream, row_lse, row_delta, row)
     dqueries = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    n_visible = tl.load(counts + plan_row * 2) * SUBTILES
-    n_partial = tl.load(counts + plan_row * 2 + 1) * SUBTILES
-    for step in tl.range(0, n_visible):
-        column = (tl.load(tiles + step // SUBTILES).to(tl.int32) * SUBTILES + step % SUBTILES) * BLOCK_N
-        dqueries = _accumulate_queries(
-            dqueries, query_tile, k, v, indices, column, lengths, factors,
-            False, CAUSAL, N, CAP, TMA, PRECISION, BLOCK_N,
-        )  # fmt: skip
-    for step in tl.range(0, n_partial):
-        column = (tl.load(tiles + n_kv - 1 - step // SUBTILES).to(tl.int32) * SUBTILES + step % SUBTILES) * BLOCK_N
-        dqueries = _accumulate_queries(
-            dqueries, query_tile, k, v, indices, column, lengths, factors,
-            True, CAUSAL, N, CAP, TMA, PRECISION, BLOCK_N,
-        )  # fmt: skip
+    n_steps = tl.load(counts + plan_row * 2) * SUBTILES, tl.load(counts + plan_row * 2 + 1) * SUBTILES
+    for PARTIAL in tl.static_range(2):
+        for step in tl.range(0, n_steps[PARTIAL]):
+            listed = tiles + n_kv - 1 - step // SUBTILES if PARTIAL else tiles + step // SUBTILES
+            column = (tl.load(listed).to(tl.int32) * SUBTILES + step % SUBTILES) * BLOCK_N
+            dqueries = _accumulate_queries(
+                dqueries, query_tile, k, v, indices, column, lengths, factors,
+                PARTIAL == 1, CAUSAL, N, CAP, TMA, PRECISION, BLOCK_N,
+            )  # fmt: skip
     dqueries = tl.where((row_lse == float("inf"))[:, None], 0.0, dqueries * scale)
     store_tile(HeadRows(dq, dq_strides, batch, head, q_len, dim), dqueries, row)
 

@@ -116,20 +116,15 @@ def _forward(
         top = tl.zeros([BLOCK_M], tl.float32) + tl.maximum(sink, LOWEST)
         total = tl.math.exp2(sink - top)  # 1, or 0 if the sink is -inf
 
-    n_visible = tl.load(counts + plan_row * 2) * SUBTILES
-    n_partial = tl.load(counts + plan_row * 2 + 1) * SUBTILES
-    for step in tl.range(0, n_visible):
-        column = (tl.load(tiles + step // SUBTILES).to(tl.int32) * SUBTILES + step % SUBTILES) * BLOCK_N
-        acc, top, total = attend(
-            acc, top, total, queries, k, v, indices, row + tl.arange(0, BLOCK_M), column, lengths, factors,
-            False, True, CAUSAL, N, CAP, TMA, PRECISION, BLOCK_N,
-        )  # fmt: skip
-    for step in tl.range(0, n_partial):
-        column = (tl.load(tiles + n_kv - 1 - step // SUBTILES).to(tl.int32) * SUBTILES + step % SUBTILES) * BLOCK_N
-        acc, top, total = attend(
-            acc, top, total, queries, k, v, indices, row + tl.arange(0, BLOCK_M), column, lengths, factors,
-            True, True, CAUSAL, N, CAP, TMA, PRECISION, BLOCK_N,
-        )  # fmt: skip
+    n_steps = tl.load(counts + plan_row * 2) * SUBTILES, tl.load(counts + plan_row * 2 + 1) * SUBTILES
+    for PARTIAL in tl.static_range(2):
+        for step in tl.range(0, n_steps[PARTIAL]):
+            listed = tiles + n_kv - 1 - step // SUBTILES if PARTIAL else tiles + step // SUBTILES
+            column = (tl.load(listed).to(tl.int32) * SUBTILES + step % SUBTILES) * BLOCK_N
+            acc, top, total = attend(
+                acc, top, total, queries, k, v, indices, row + tl.arange(0, BLOCK_M), column, lengths, factors,
+                PARTIAL == 1, True, CAUSAL, N, CAP, TMA, PRECISION, BLOCK_N,
+            )  # fmt: skip
 
     any_seen = total != 0  # NaN stays NaN
     acc = acc / tl.where(any_seen, total, 1.0)[:, None]
