@@ -326,9 +326,9 @@ def _read(
     columns = {"input_ids": input_ids, "labels": labels, "token_type_ids": read.get("token_type_ids")}
     columns = {column: values for column, values in columns.items() if values is not None}
     for column, values in columns.items():
-        if values.min() < -(2**31) or values.max() >= 2**31:
-            raise ValueError(f"{column} of {name} must fit into int32, got {values.min()}..{values.max()}")
         if isinstance(present.get(column), np.ndarray) and present[column].dtype == np.int32:
             values = present[column]  # without a copy
+        elif values.min() < -(2**31) or values.max() >= 2**31:
+            raise ValueError(f"{column} of {name} must fit into int32, got {values.min()}..{values.max()}")
         columns[column] = values.astype(np.int32, copy=False)
     return columns

@@ -10,11 +10,14 @@ from numpy.typing import NDArray
 
 from flashmask_hf.collators.columns import as_integers, as_token_ids, check_lengths
 
+_FIRST_NUMBERS = {"seq_idx": 0, "attention_mask": 1}
+"""Columns in which other packers number documents, and the least number; padding has less."""
+
 
 def is_packed(values: Any) -> bool:
     """Return whether a column has the form that `pack_dataset` writes: documents, then an empty list."""
     try:
-        return len(values) > 0 and np.ndim(values[-1]) == 1 and len(values[-1]) == 0
+        return len(values) > 0 and len(values[-1]) == 0 and np.ndim(values[-1]) == 1
     except (TypeError, ValueError):  # a number, or a ragged list
         return False
 
@@ -53,7 +56,7 @@ def read_documents(
             if len(given[column]) != tokens:
                 problem = f"{column} of {name} has {len(given[column])} entries, but its input_ids have {tokens}"
                 raise ValueError(f"{problem}; they must be one to one")
-    if not np.all(given.get("attention_mask", 1)):
+    if "attention_mask" in given and not given["attention_mask"].all():
         raise ValueError(padded(name))
     if lengths is not None or "seq_lengths" in given or "position_ids" in given:
         return given, input_ids, _document_lengths(given, lengths, tokens, name)
@@ -69,16 +72,15 @@ def read_documents(
 def unread_documents(example: Mapping[str, Any]) -> str | None:
     """Return the column that marks several documents of a flat example in a way that is not read, or None.
 
-    Other packers number documents in `seq_idx` (negative for padding) or `attention_mask` (0 for padding), or write
-    their bounds.
+    Other packers number documents (`_FIRST_NUMBERS`), or write their bounds.
     """
-    for column, first in (("seq_idx", 0), ("attention_mask", 1)):
+    for column in [name for name in _FIRST_NUMBERS if name in example]:
         try:
-            numbers = np.asarray(example.get(column))
+            numbers = np.asarray(example[column])
         except ValueError:  # a ragged list
             continue
         if numbers.dtype.kind in "iu" and numbers.shape == (len(example["input_ids"]),):
-            numbers = numbers[numbers >= first]
+            numbers = numbers[numbers >= _FIRST_NUMBERS[column]]
             if (numbers != numbers[:1]).any():
                 return column
     bounds = example.get("cu_seq_lens_q")
