@@ -51,7 +51,7 @@ def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpa
     """Parse the flags, and prepare torch and transformers."""
     arguments = parser.parse_args(argv)
     if arguments.device == "cuda" and not torch.cuda.is_available():
-        parser.error("a GPU is needed; --device cpu tries the program without one, at small sizes")
+        parser.error("a GPU is needed; --device cpu tries the program without one: give small sizes, see --help")
     torch._dynamo.config.recompile_limit = 256  # FlexAttention compiles for every kind of mask and every shape
     logging.getLogger("transformers").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message=".*gradient_checkpointing.* is deprecated", category=FutureWarning)

@@ -110,7 +110,7 @@ def test_attention_is_kept_in_checkpointed_layers(tmp_path, model, monkeypatch, 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("config", ["ddp", "zero3"])
+@pytest.mark.parametrize("config", ["ddp", "fsdp2", "zero3"])
 def test_two_processes_train_lora_like_one(tmp_path, model, monkeypatch, capsys, config):
     if config == "zero3":
         pytest.importorskip("deepspeed")
@@ -119,7 +119,13 @@ def test_two_processes_train_lora_like_one(tmp_path, model, monkeypatch, capsys,
     flags += ["--lora_target_modules", "all-linear", "--max_steps", "4", *QUICK]
     accelerate = [sys.executable, "-m", "accelerate.commands.launch"]
     accelerate += ["--config_file", RECIPES / "configs" / f"accelerate_{config}.yaml"]
-    two = launch(accelerate, tmp_path / "two", *flags, "--per_device_train_batch_size", 1)
+    own = flags
+    if config == "fsdp2":
+        (tmp_path / "fsdp.py").write_text(FSDP_ON_CPU)
+        accelerate.append(tmp_path / "fsdp.py")
+        own = [flag for flag in flags if flag != "--use_cpu"]
+    two = launch(accelerate, tmp_path / "two", *own, "--per_device_train_batch_size", 1)
+    assert two.count("FSDP2: True") == (2 if config == "fsdp2" else 0)
     assert (tmp_path / "two" / "adapter_model.safetensors").exists()
     assert two.count("packing efficiency") == two.count("Answer: ") == 1
 
