@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -203,6 +205,18 @@ def compare(
         return differences(results(model, loss, group), want)
 
     return case
+
+
+def snippet(group: Any) -> dict[str, float]:
+    """Run the code of docs/parallel.md as pasted, but for its numbers of heads, against one process."""
+    page = (Path(__file__).parents[2] / "docs" / "parallel.md").read_text()
+    code = re.findall(r"```py\n(.*?)```", page, re.DOTALL)[0].replace("heads=32, kv_heads=8", "heads=8, kv_heads=4")
+    batch, model = documents(), model_of("llama", 8, 4)
+    want = of_one_process(group, model, batch)
+    model.zero_grad()
+    held = {"group": group, "batch": batch, "model": model, "cross_entropy": torch.nn.functional.cross_entropy}
+    exec(code, held | {"number_of_labels_of_all": learned(batch)}, held)
+    return differences(results(model, held["loss"], group), want)
 
 
 def checkpointed(options: dict[str, Any]) -> Callable[[Any], Any]:
@@ -464,7 +478,7 @@ def other_batches(group: Any) -> dict[str, Any]:
 
 
 CASES: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "documents": compare(),
+    "documents": snippet,
     "exchange of heads": compare(exchange="heads"),
     "exchange of keys": compare(exchange="keys"),
     "heads, interleaved rows": compare(exchange="heads", layout="interleaved"),
