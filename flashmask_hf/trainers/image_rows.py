@@ -23,6 +23,9 @@ EXAMPLES = "examples"
 _EXAMPLE = "_example"
 """Column of a stream with its examples: Arrow would need one schema for all."""
 
+_WINDOW, _STREAMED_WINDOW = 4_000, 1_000
+"""Number of examples of a Dataset, and of a stream, that are packed together."""
+
 _PROBES = ((64, 64), (64, 128), (128, 64))
 """Height and width of the images whose tokens are compared with the processor's numbers."""
 
@@ -160,7 +163,7 @@ def pack_examples(
         features = dataset.features
         stream = dataset.decode(False) if features else dataset
         stream = stream.map(_whole).select_columns([_EXAMPLE])
-        options: dict[str, Any] = {"batched": True, "with_indices": True, "batch_size": 1_000}
+        options: dict[str, Any] = {"batched": True, "with_indices": True, "batch_size": _STREAMED_WINDOW}
         rows = stream.map(packer.pack_stream, remove_columns=[_EXAMPLE], **options)
         return rows.map(_decoded, fn_kwargs={"features": features}) if features else rows
     features = dataset.to_iterable_dataset().decode(False).features
@@ -176,8 +179,8 @@ def pack_examples(
         )
     lengths, images = (measured.with_format("numpy")[column][:] for column in ("length", "image_tokens"))
     rows: list[list[int]] = []
-    for start in range(0, len(lengths), 4_000):
-        window = range(start, min(start + 4_000, len(lengths)))
+    for start in range(0, len(lengths), _WINDOW):
+        window = range(start, min(start + _WINDOW, len(lengths)))
         rows += packer.pack(lengths[window], images[window], window)
     table = Dataset.from_dict({EXAMPLES: rows, "seq_lengths": [lengths[row] for row in rows]})
     return table.with_transform(_Reader(dataset))

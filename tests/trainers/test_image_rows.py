@@ -15,6 +15,7 @@ from tools.vision import KINDS, conversations, picture, tiny_processor
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from flashmask_hf.collators.bins import best_fit_decreasing
+from flashmask_hf.trainers import image_rows
 from flashmask_hf.trainers.image_rows import ExampleLengths, RowCollator, _size_of, pack_examples
 
 TURNS = [{"role": "user", "content": "w6 w7"}, {"role": "assistant", "content": "w8"}]
@@ -84,12 +85,16 @@ def test_rows_are_packed_without_decoding_and_hold_raw_examples(monkeypatch):
     assert sorted(len(example["images"]) for example in examples) == [0, 0, 1, 1, 2]
 
 
+@pytest.mark.parametrize("window", [3, 1_000])
 @pytest.mark.parametrize("from_generator", [True, False])
-def test_streams_pack_the_same_rows(from_generator):
+def test_streams_pack_the_same_rows(from_generator, window, monkeypatch):
+    monkeypatch.setattr(image_rows, "_WINDOW", window)
+    monkeypatch.setattr(image_rows, "_STREAMED_WINDOW", window)
     data = conversations(1, 0, 2, 0, 1)
     stream = IterableDataset.from_generator(lambda: iter(data)) if from_generator else data.to_iterable_dataset()
     rows, expected = [*pack_examples(stream, collator_of(), 60)], [*pack_examples(data, collator_of(), 60)]
     assert len(rows) == len(expected) > 1
+    assert sum(len(row["examples"]) for row in rows) == len(data)
     for row, other in zip(rows, expected, strict=True):
         assert [one["messages"] for one in row["examples"]] == [one["messages"] for one in other["examples"]]
         images = [image for one in row["examples"] for image in one["images"]]

@@ -60,7 +60,7 @@ def trained(*args, accumulates_rows=False, **options):
 
 
 FAMILIES = [
-    pytest.param(kind, marks=[] if kind in ("qwen3_vl", "gemma3") else [pytest.mark.full])
+    pytest.param(kind, marks=[] if kind == "qwen3_vl" else [pytest.mark.full])
     for kind in KINDS
     if kind not in ("qwen3_5", "paligemma")  # needs kernels of a GPU; needs images
 ]
@@ -175,6 +175,7 @@ def test_rows_are_reported_and_counted(tmp_path, capsys):
     keys = sum(n * (n + 1) / 2 for n in lengths) / sum(lengths)
     assert entries[0]["keys_per_token"] == pytest.approx(keys, abs=0.05)
     assert entries[0]["mask_sparsity"] > 0
+    assert trainer.data_collator([trainer.train_dataset[0]])["input_ids"].shape[1] == -(-sum(lengths) // 64) * 64
 
 
 def test_a_batch_may_be_a_row(tmp_path):
@@ -189,6 +190,7 @@ def test_your_collator_gets_the_positions_of_the_model(tmp_path):
     )
     assert isinstance(trainer.data_collator, RowCollator)
     assert trainer.data_collator.collator.rope_index is not None
+    assert trainer_of(tmp_path).data_collator.collator.collator.max_length is None  # TRL's would cut examples
 
 
 WRONG: dict[str, Any] = {
