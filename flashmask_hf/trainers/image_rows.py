@@ -164,8 +164,8 @@ def pack_examples(
         stream = dataset.decode(False) if features else dataset
         stream = stream.map(_whole).select_columns([_EXAMPLE])
         options: dict[str, Any] = {"batched": True, "with_indices": True, "batch_size": _STREAMED_WINDOW}
-        rows = stream.map(packer.pack_stream, remove_columns=[_EXAMPLE], **options)
-        return rows.map(_decoded, fn_kwargs={"features": features}) if features else rows
+        packed = stream.map(packer.pack_stream, remove_columns=[_EXAMPLE], **options)
+        return packed.map(_decoded, fn_kwargs={"features": features}) if features else packed
     features = dataset.to_iterable_dataset().decode(False).features
     with PartialState().main_process_first():  # others read the cache
         measured = dataset.with_format("arrow").map(

@@ -39,7 +39,7 @@ def trained(kind: str, *, sharded: bool, lora: bool = False, **options: Any) -> 
             "use_cpu": size == 1 or not sharded,
             "dataloader_pin_memory": False,
         }
-        trainer = PackedSFTTrainer(
+        trainer: Any = PackedSFTTrainer(
             tiny_model(kind, "flashmask", torch.float32),
             SFTConfig(**settings | options),
             train_dataset=DATA,

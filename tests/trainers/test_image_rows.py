@@ -3,6 +3,7 @@
 import base64
 import itertools
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -35,7 +36,8 @@ def collator_of(kind="qwen3_vl"):
 def test_lengths_are_at_least_the_collators_and_equal_for_most_families(kind):
     collator = collator_of(kind)
     lengths = ExampleLengths(collator)
-    for example in conversations(0, 1, 2):
+    examples: Any = conversations(0, 1, 2)
+    for example in examples:
         found = collator([dict(example)])["input_ids"].shape[1]
         length, images = lengths(example)
         if kind == "idefics3":  # the tokenizer of the tests has no line breaks
@@ -74,7 +76,7 @@ def test_the_size_of_a_file_is_the_decoded_images(tmp_path, orientation):
 
 
 def test_rows_are_packed_without_decoding_and_hold_raw_examples(monkeypatch):
-    data = conversations(1, 0, 2, 0, 1)
+    data: Any = conversations(1, 0, 2, 0, 1)
     expected = [collator_of()([dict(example)])["input_ids"].shape[1] for example in data]
     with monkeypatch.context() as patches:
         patches.setattr(ImageFile.ImageFile, "load", lambda self: pytest.fail("an image is decoded"))
@@ -90,7 +92,7 @@ def test_rows_are_packed_without_decoding_and_hold_raw_examples(monkeypatch):
 def test_streams_pack_the_same_rows(from_generator, window, monkeypatch):
     monkeypatch.setattr(image_rows, "_WINDOW", window)
     monkeypatch.setattr(image_rows, "_STREAMED_WINDOW", window)
-    data = conversations(1, 0, 2, 0, 1)
+    data: Any = conversations(1, 0, 2, 0, 1)
     stream = IterableDataset.from_generator(lambda: iter(data)) if from_generator else data.to_iterable_dataset()
     rows, expected = [*pack_examples(stream, collator_of(), 60)], [*pack_examples(data, collator_of(), 60)]
     assert len(rows) == len(expected) > 1

@@ -21,7 +21,7 @@ from flashmask_hf.trainers.image_rows import RowCollator
 
 pytestmark = TRAINER_WARNINGS
 
-DATA = conversations(1, 0, 2, 1, 0, 2, 0, 1)
+DATA: Any = conversations(1, 0, 2, 1, 0, 2, 0, 1)
 
 GIVEN = ("data_collator", "eval_dataset", "formatting_func", "max_image_tokens", "peft_config", "split")
 """Arguments of the trainer; other options are of its config."""
@@ -37,7 +37,14 @@ class Gradients(TrainerCallback):
         self.steps.append({name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None})
 
 
-def trainer_of(out, kind="qwen3_vl", trainer=PackedSFTTrainer, data=DATA, attention="flashmask", **options):
+def trainer_of(
+    out: Any,
+    kind: str = "qwen3_vl",
+    trainer: Any = PackedSFTTrainer,
+    data: Any = DATA,
+    attention="flashmask",
+    **options,
+) -> Any:
     given = {name: options.pop(name) for name in GIVEN if name in options}
     settings = trainer_settings(out) | {"max_steps": 1, "learning_rate": 1e-9, "max_grad_norm": 0, "max_length": 128}
     return trainer(
