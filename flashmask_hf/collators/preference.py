@@ -91,6 +91,8 @@ class DataCollatorForSharedQuestion(PackingCollator):
         self.max_length = as_count("max_length", self.max_length)
         if self.read_images is not None and self.row_length is not None:
             raise ValueError("row_length reorders examples, and their images would not follow; leave it out")
+        if self.read_images is not None and self.truncation_mode == "keep_end" and self.max_length is not None:
+            raise ValueError("truncation_mode='keep_end' would cut images of questions; take 'keep_start', or 'error'")
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """Collate one batch."""
@@ -166,7 +168,10 @@ class DataCollatorForSharedQuestion(PackingCollator):
         part, kept, other = ("question", size, "keep_end") if keeps_start else ("longest answer", most, "keep_start")
         if kept >= limit:
             problem = f"the {part} of {name} has {kept} tokens and fills max_length {limit}; raise it"
-            raise ValueError(f"{problem}, remove the example, or choose truncation_mode={other!r}")
+            way = "or remove the example"  # images are never cut
+            if self.read_images is None:
+                way = f"remove the example, or choose truncation_mode={other!r}"
+            raise ValueError(f"{problem}, {way}")
         if keeps_start:
             return question, [answer[: limit - size] for answer in answers], longest
         return question[longest - limit :], answers, longest

@@ -21,7 +21,7 @@ from flashmask_hf.trainers import data_checks, option_checks
 from flashmask_hf.trainers.callbacks import add_callbacks
 from flashmask_hf.trainers.even_batches import EvenBatchesMixin
 from flashmask_hf.trainers.formats import preference_columns
-from flashmask_hf.trainers.images import VisionPreferences, refuse_bidirectional_prompts, rope_index_of
+from flashmask_hf.trainers.images import VisionPreferences, prepare_models, rope_index_of
 from flashmask_hf.trainers.loading import flashmask_policy, run_packed_models
 from flashmask_hf.trainers.metrics import log_sharing
 from flashmask_hf.trainers.resume import ResumeMixin
@@ -133,7 +133,7 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, DPOTrainer):
         with flashmask_policy(model, args, reference=True):
             super().__init__(model, ref_model, args, data_collator, *datasets, **kwargs)
         if images:
-            refuse_bidirectional_prompts(self.model)
+            prepare_models(self)
             reader, rope_index = VisionPreferences(self.processing_class), rope_index_of(self.model)
             self.data_collator = replace(self.data_collator, read_images=reader, rope_index=rope_index)
         add_callbacks(self, model)

@@ -33,7 +33,7 @@ class SharedPromptGRPOTrainer(SharedPrompts, GRPOTrainer):
     models keep theirs. Dropout draws once per shared token.
 
     With a processor, prompts may have images. Completions share a prompt if its tokens and pixels are equal, and each
-    model call runs its images once. Generation runs them once per completion.
+    model call runs its images once. Generation runs them once per completion. Several processes do not log images.
 
     > Regrouping
 

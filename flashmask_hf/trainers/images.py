@@ -13,6 +13,7 @@ from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_b
 
 from flashmask_hf.collators.images import TOKEN_TYPES
 from flashmask_hf.collators.rope_index import RopeIndex
+from flashmask_hf.trainers.towers import run_tower_in_every_call
 
 _COUNTS = ("num_images", "num_tiles")
 _PIXELS = (
@@ -22,10 +23,17 @@ IMAGE_KEYS = (*_PIXELS, *TOKEN_TYPES, *_COUNTS)
 """Keys of TRL's batches for images: of pixels, of tokens, and numbers of images and tiles of each sequence."""
 
 
-def refuse_bidirectional_prompts(model: Any) -> None:
-    """Raise a ValueError if each answer would need its own copy of a prompt."""
-    if model.config.model_type == "paligemma":
+def prepare_models(trainer: Any) -> None:
+    """Make policy and reference of several processes run their towers in every call, as FSDP and ZeRO need.
+
+    Raises:
+        ValueError: the model's prompts are bidirectional, so each answer would need its own copy of a prompt.
+    """
+    if trainer.model.config.model_type == "paligemma":
         raise ValueError("PaliGemma's prompts are bidirectional, so answers cannot share one; use TRL's trainer")
+    for model in (trainer.model, getattr(trainer, "ref_model", None)):
+        if model is not None and trainer.accelerator.num_processes > 1:
+            run_tower_in_every_call(trainer.accelerator.unwrap_model(model), trainer.processing_class)
 
 
 def rope_index_of(model: Any) -> RopeIndex | None:

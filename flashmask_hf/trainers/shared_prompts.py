@@ -33,7 +33,7 @@ from flashmask_hf.trainers.images import (
     IMAGE_KEYS,
     SequenceImages,
     count_padded_rows,
-    refuse_bidirectional_prompts,
+    prepare_models,
     rope_index_of,
 )
 from flashmask_hf.trainers.loading import flashmask_policy, run_packed_models
@@ -85,7 +85,9 @@ class SharedPrompts:
         with flashmask_policy(model, args, reference=args.beta != 0.0, attention=None):
             super().__init__(model, reward_funcs, args, *others, **kwargs)
         if isinstance(self.processing_class, ProcessorMixin):
-            refuse_bidirectional_prompts(self.model)
+            prepare_models(self)
+            if self.accelerator.num_processes > 1:
+                self.log_multimodal = False  # TRL would wait for ranks without images to gather theirs
         self._rope_index = rope_index_of(self.model)
         for name, row in first_rows(self).items():
             # Environments may make the prompts themselves.

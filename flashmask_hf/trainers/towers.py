@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashmask_hf.hf.call import cache_of
 from flashmask_hf.hf.models import unwrap_peft
 
 _FEATURES = ("pooler_output", "deepstack_features")
@@ -17,6 +18,8 @@ _FEATURES = ("pooler_output", "deepstack_features")
 
 def run_tower_in_every_call(model: Any, processor: Any) -> None:
     """Make a model run its image tower on a blank image in calls without images, which changes no result.
+
+    Calls that continue from a cache stay as they are.
 
     FSDP and ZeRO gather weights and reduce gradients in collectives, in which a rank without images would be missing.
 
@@ -35,7 +38,9 @@ def run_tower_in_every_call(model: Any, processor: Any) -> None:
 
     def look_for_images(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal has_images
+        cache = cache_of(kwargs)
         has_images = any(kwargs.get(name) is not None for name in ("pixel_values", "pixel_values_videos"))
+        has_images = has_images or (cache is not None and cache.get_seq_length() > 0)
 
     def add_nothing(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         embeddings = kwargs.get("inputs_embeds")

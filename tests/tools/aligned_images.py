@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import os
+import tempfile
 import zlib
 from typing import Any
 
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from tools.context_parallel_cases import use_fsdp_on_cpu
 from tools.tiny import trainer_settings
 from tools.vision import picture, tiny_model, tiny_processor, words
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
@@ -69,10 +73,10 @@ def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 
 def generate(input_ids: torch.Tensor, attention_mask: torch.Tensor, **_: Any) -> torch.Tensor:
-    """Stands for a model's `generate`: completions of one to seven words, by the prompt and the row."""
+    """Stands for a model's `generate`: completions of one to seven words, by the prompt and the row in its group."""
     drawn = []
     for row, (ids, mask) in enumerate(zip(input_ids, attention_mask, strict=True)):
-        generator = torch.Generator().manual_seed(zlib.crc32(repr((ids[mask.bool()].tolist(), row % 3)).encode()))
+        generator = torch.Generator().manual_seed(zlib.crc32(repr((ids[mask.bool()].tolist(), row % 4)).encode()))
         length = int(torch.randint(1, 8, (), generator=generator))
         drawn.append([*torch.randint(6, 84, (length,), generator=generator).tolist(), 2])
     width = max(map(len, drawn))
@@ -88,6 +92,42 @@ class Gradients(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         self.steps.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+
+
+def trained(kind: str, *, sharded: bool, **options: Any) -> Any:
+    """Return a case for `tools.processes` that trains two prompts per step, one of them without an image at times.
+
+    It returns losses and norms of weights. A group of 1 is the reference.
+    """
+
+    def case(group: Any) -> dict[str, Any]:
+        is_dpo, size = options.get("algorithm") == "dpo", group.size()
+        if sharded and size > 1:
+            use_fsdp_on_cpu()
+        settings: dict[str, Any] = {"per_device_train_batch_size": (2 if is_dpo else 8) // size, "max_steps": 2}
+        settings |= {"gradient_accumulation_steps": 1, "dataloader_pin_memory": False}
+        settings |= {"use_cpu": size == 1 or not sharded, "learning_rate": 0.01}
+        data = rows([(2, 2)], [(2, 2)], [], [(2, 4)], answers=is_dpo)
+        with tempfile.TemporaryDirectory() as folder:
+            trainer = make(kind, data, folder, True, **settings | options)
+            trainer.train()
+        os.environ.pop("ACCELERATE_USE_FSDP", None)
+        norms = {}
+        for name, x in trainer.model.named_parameters():
+            value = (x.full_tensor() if isinstance(x, DTensor) else x).detach()
+            norms[name.replace("_fsdp_wrapped_module.", "")] = value.double().norm().item()
+        return {"losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], "norms": norms}
+
+    return case
+
+
+CASES = {
+    "dpo, ddp": trained("gemma3", sharded=False, algorithm="dpo", lora=True),
+    "grpo, ddp": trained("gemma3", sharded=False),
+    "dpo, fsdp2": trained("qwen3_vl", sharded=True, algorithm="dpo", reference=True),
+    "grpo, fsdp2": trained("qwen2_5_vl", sharded=True),
+}
+"""Cases for `tools.processes`."""
 
 
 def make(kind: str, data: Dataset, out: Any, ours: bool, **options: Any) -> Any:

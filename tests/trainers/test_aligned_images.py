@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from tools.aligned_images import make, rows
+from tools.aligned_images import CASES, make, rows
+from tools.processes import run_cases
 from tools.tiny import TRAINER_WARNINGS
 from tools.vision import tiny_processor
 
+from flashmask_hf.collators import DataCollatorForSharedQuestion
 from flashmask_hf.trainers.images import SequenceImages, VisionPreferences
 
 pytestmark = TRAINER_WARNINGS
@@ -137,3 +139,29 @@ def test_what_cannot_be_shared_raises_at_construction(kind, options, message, tm
     options = {"beta": 0.0} | options if "algorithm" not in options else options | {"reference": True}
     with pytest.raises(ValueError, match=message):
         make(kind, rows(*SEVERAL, answers=options.get("algorithm") == "dpo"), tmp_path, True, **options)
+
+
+def test_images_are_never_cut():
+    read = VisionPreferences(tiny_processor("llava"))
+    with pytest.raises(ValueError, match="'keep_end' would cut images"):
+        DataCollatorForSharedQuestion(read_images=read, max_length=8, truncation_mode="keep_end")
+    collator = DataCollatorForSharedQuestion(read_images=read, max_length=8, truncation_mode="keep_start")
+    with pytest.raises(
+        ValueError,
+        match="has 10 tokens and fills max_length 8; raise it, or remove the ex",
+    ):
+        collator(list(rows([(2, 2)], answers=True)))
+
+
+@pytest.fixture(scope="module")
+def found():
+    return run_cases("tools.aligned_images", (1, 2))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_without_images_train(found, name):
+    want, got = found[1][name], found[2][name]
+    assert "error" not in got, got["error"]
+    assert got["losses"] == pytest.approx(want["losses"], rel=1e-5, abs=1e-6)
+    assert got["norms"] == pytest.approx(want["norms"], rel=1e-5, abs=1e-6)

@@ -19,7 +19,7 @@ if Version(trl.__version__) < Version("1.15"):
 
 from datasets import Dataset
 from peft import LoraConfig
-from tools import grpo, rewards
+from tools import aligned_images, grpo, rewards
 from tools.liger import KERNELS, interpret_liger
 from tools.processes import run_cases
 from tools.tiny import CHECKPOINTING, TRAINER_WARNINGS, llama_config, preference_rows, trainer_settings, word_tokenizer
@@ -118,6 +118,13 @@ def reinforcement(folder, **changes):
     return [*(step["loss"] for step in steps), *(step["grad_norm"] for step in steps), *losses_of(evaluated)]
 
 
+IMAGE_ROWS = aligned_images.rows([(2, 2)], [], [(2, 4)], [(2, 2)], answers=True)
+
+
+def image_preferences(folder, **changes):
+    return finish(aligned_images.make("llava", IMAGE_ROWS, folder, True, algorithm="dpo", reference=True, **changes))
+
+
 RUNS: dict[str, tuple[Any, dict[str, int]]] = {
     "fine-tuning": (fine_tuning, {}),
     "fine-tuning, adapter and checkpointing": (partial(fine_tuning, adapter=True), {}),
@@ -125,6 +132,7 @@ RUNS: dict[str, tuple[Any, dict[str, int]]] = {
     "fine-tuning, tiles": (partial(fine_tuning, tiled=True), TILES),
     "fine-tuning, LongRows": (partial(fine_tuning, long=True), TILES),
     "DPO": (preferences, {}),
+    "DPO, images": (image_preferences, {}),
     "reward model": (reward_model, {}),
     "reward model, many answers": (partial(reward_model, data=rewards.scored((2, 4))), {}),
     "GRPO": (partial(reinforcement, algorithm="grpo"), {}),
