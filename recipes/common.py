@@ -160,7 +160,9 @@ def check_processes() -> None:
         raise FlagError(f"{launched} processes were launched for GPUs, and there is none; add --use_cpu, or launch one")
 
 
-def trainer_options(flags: Flags, demo: Callable[[], DatasetDict]) -> dict[str, Any]:
+def trainer_options(
+    flags: Flags, demo: Callable[[], DatasetDict], build_model: Callable[[Path], None] = data.build_model
+) -> dict[str, Any]:
     """Return the keyword arguments of a trainer. Without a model or a dataset, the demo's are written to `output_dir`.
 
     Raises:
@@ -195,7 +197,7 @@ def trainer_options(flags: Flags, demo: Callable[[], DatasetDict]) -> dict[str, 
             raise FlagError(f"{flag}: the split {split!r} of the dataset is empty")
     if model_args.model_name_or_path is None:
         model_args.model_name_or_path = str(output_dir / "untrained")
-        on_main_process(lambda: data.build_model(output_dir / "untrained"))
+        on_main_process(lambda: build_model(output_dir / "untrained"))
     training_args.model_init_kwargs = {
         "revision": model_args.model_revision,
         "attn_implementation": model_args.attn_implementation,

@@ -12,9 +12,13 @@ import re
 from pathlib import Path
 
 import pytest
+import tools.recipes  # noqa: F401  # makes the recipes importable
 import torch
+from datasets import Dataset
 from tools.tiny import TRAINER_WARNINGS, conversation, llama_config, preference_rows, word_tokenizer
 from transformers import AutoModelForCausalLM, BertConfig, BertModel
+
+import vision_data  # isort: skip
 
 pytestmark = [*TRAINER_WARNINGS, pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")]
 
@@ -25,6 +29,7 @@ PAGES = {
 SNIPPETS = [(name, code) for name in PAGES for code in re.findall(r"```python\n(.*?)```", PAGES[name], re.DOTALL)]
 
 MODEL = "Qwen/Qwen3-0.6B"
+VISION = "Qwen/Qwen2.5-VL-3B-Instruct"
 ENCODER = "sentence-transformers/all-MiniLM-L6-v2"
 DATASETS = {
     "trl-lib/Capybara": (
@@ -42,6 +47,12 @@ DATASETS = {
     ),
     "trl-lib/DeepMath-103K": ("train", [{"prompt": [{"role": "user", "content": "w5 w6"}], "solution": "w7"}] * 2),
 }
+QUESTION, ANSWERS = ([{"role": role, "content": "What is this?"}] for role in ("user", "assistant"))
+IMAGES = {
+    "trl-lib/llava-instruct-mix": ("prompt", "completion"),
+    "HuggingFaceH4/rlaif-v_formatted": ("prompt", "chosen", "rejected"),
+}
+"""Columns of datasets of images, beside `images`."""
 TEMPLATE = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
 
 
@@ -49,7 +60,8 @@ TEMPLATE = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
 def folders(tmp_path_factory):
     """Return the local folder of each name on the Hub."""
     root = tmp_path_factory.mktemp("hub")
-    found = {MODEL: root / "model", ENCODER: root / "encoder"}
+    found = {MODEL: root / "model", ENCODER: root / "encoder", VISION: root / "vision"}
+    vision_data.build_model(root / "vision")
     sizes = {name: getattr(llama_config(), name) for name in ("vocab_size", "hidden_size", "intermediate_size")}
     BertModel(BertConfig(**sizes, num_hidden_layers=1, num_attention_heads=4)).save_pretrained(root / "encoder")
     word_tokenizer().save_pretrained(root / "encoder")
@@ -60,6 +72,11 @@ def folders(tmp_path_factory):
         data = found[name] / "data"
         data.mkdir(parents=True)
         (data / f"{split}-00000-of-00001.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    example = vision_data.pictures(5, 2)["test"][0]
+    for name, columns in IMAGES.items():
+        found[name] = root / name.partition("/")[2]
+        row = {"images": example["images"], **{column: ANSWERS for column in columns}, "prompt": QUESTION}
+        Dataset.from_list([row] * 4).to_parquet(found[name] / "data" / "train-00000-of-00001.parquet")
     return {name: str(path) for name, path in found.items()}
 
 

@@ -398,6 +398,7 @@ def words(svg: str) -> list[str]:
 
 
 SEARCHED = (160, [(96, [128, 64, 192]), 224])  # a turn and two results of its tool; three rollouts go on from the first
+IMAGE_SPANS = [(160, 416), (700, 956), (2200, 2456), (2900, 3156)]  # of Gemma 3: 256 tokens each
 KEPT = torch.rand(1, 1, 32, generator=torch.Generator().manual_seed(0)) > 0.3
 BUCKETS = torch.randint(0, 4, (1, 1, 32), generator=torch.Generator().manual_seed(0))
 EVICTED = torch.randint(0, 32, (32,), generator=torch.Generator().manual_seed(0))
@@ -446,7 +447,7 @@ PICTURES: dict[str, Callable[[Path], Any]] = {
     "mask": lambda path: masks.causal_document([900, 1500, 300, 1396]).plot(str(path)),
     "shared_question": lambda path: masks.share_question([(1600, [300, 420]), (1200, [240, 336])]).plot(str(path)),
     "prompt_group": lambda path: masks.share_question([(1024, [128, 96, 160, 64, 128, 192, 80, 176])]).plot(str(path)),
-    "image_row": lambda path: masks.blocks([1500, 700, 1896], [(160, 416), (700, 956), (2200, 3224)]).plot(str(path)),
+    "image_row": lambda path: masks.blocks([1500, 700, 1896], IMAGE_SPANS).plot(str(path)),
     "rollout_tree": lambda path: masks.tree([(640, [SEARCHED, (128, [160, 256])])]).plot(str(path)),
     **{f"masks/{name}": partial(thumbnail, mask) for name, (_, mask) in GALLERY.items()},
 }

@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -320,7 +321,8 @@ def test_the_tulu_mixture_trains_unchanged(tmp_path, model, capsys):
 @pytest.mark.parametrize("config", [name for name in CONFIGS if not name.startswith("accelerate")])
 def test_the_recipe_reads_every_key_of_a_configuration_file(config):
     path = RECIPES / "configs" / config
-    parsed = importlib.import_module(config.partition(".")[0].partition("_")[0]).parse(["--config", str(path)])
+    recipe = re.match(r"(vision_)?[a-z]+", config)[0]
+    parsed = importlib.import_module(recipe).parse(["--config", str(path)])
     for name, value in yaml.safe_load(path.read_text()).items():
         assert [getattr(args, name) for args in parsed if hasattr(args, name)] == [value], name
 
