@@ -472,7 +472,7 @@ def check_fit(mask: FlashMask, q: Tensor, k: Tensor) -> None:
 
 
 def _with_all_axes(name: str, visible: Tensor, columns: str) -> Tensor:
-    """Return a bool tensor [Sq, columns], [B, Sq, columns] or [B, H, Sq, columns] as [B, H, Sq, columns]."""
+    """Return a bool tensor [..., Sq, columns] as [B, H, Sq, columns]."""
     check_tensor(name, visible, "a bool", f"[Sq, {columns}]", f"[B, Sq, {columns}]", f"[B, H, Sq, {columns}]")
     visible = visible[None] if visible.dim() == 2 else visible
     return visible[:, None] if visible.dim() == 3 else visible
