@@ -36,21 +36,16 @@ def packs_images(dataset: Any, config: Any) -> bool:
 
 def check_image_options(args: Any, *, parts: int, split: bool, formatting_func: Any) -> None:
     """Raise a ValueError for options that rows with images do not support."""
-    found = {
-        "cp_size > 1 (parallelism_config)": parts > 1,
-        "split=True": split,
-        "formatting_func": formatting_func is not None,
-        "packing": args.packing,
-        "padding_free": args.padding_free,
+    trl = "TRL packs no images; leave it out, and this trainer packs them"
+    refused = {
+        "cp_size > 1 (parallelism_config)": (parts > 1, "an image's tokens would be on several ranks; set cp_size=1"),
+        "split=True": (split, "images are never cut; leave it out"),
+        "formatting_func": (formatting_func, "TRL does not read it with images; apply it before, by dataset.map"),
+        "packing": (args.packing, trl),
+        "padding_free": (args.padding_free, trl),
     }
-    ways = {
-        "cp_size > 1 (parallelism_config)": "an image's tokens would be on several ranks; set cp_size=1",
-        "split=True": "images are never cut; leave it out",
-        "formatting_func": "TRL does not read it with images; apply it before, by dataset.map",
-    }
-    for name, is_set in found.items():
+    for name, (is_set, way) in refused.items():
         if is_set:
-            way = ways.get(name, "TRL packs no images; leave it out, and this trainer packs them")
             raise ValueError(f"{name} with a dataset of images: {way}")
 
 
@@ -71,18 +66,22 @@ class ImagesMixin:
             max_image_tokens: maximum number of image tokens of a row, or None.
         """
         model = unwrap_peft(self.accelerator.unwrap_model(self.model))
-        self._stock_collator = stock = self.data_collator
+        stock: Any = self.data_collator
         unit, stock.max_length, stock.pad_to_multiple_of = stock.pad_to_multiple_of, None, None
         collator = checked_collator(
             collator,
             DataCollatorForPackedVisionLanguageModeling,
             processor=self.processing_class,
-            collator=stock,
             pad_to_multiple_of=unit,
             max_position_embeddings=max_position_embeddings,
         )
+        if collator.collator is None:
+            if collator.completion_only_loss is not None:
+                stock.completion_only_loss = collator.completion_only_loss
+            collator = replace(collator, collator=stock, completion_only_loss=None)
         if collator.rope_index is None and any(hasattr(type(part), "get_rope_index") for part in model.modules()):
             collator = replace(collator, rope_index=RopeIndex.of(model))
+        self._lengths_of = collator.collator if isinstance(collator.collator, type(stock)) else stock
         self.data_collator, self._max_image_tokens = collator, max_image_tokens
         # TRL's loss divides by a step's learned tokens. Some models' own losses do not (Qwen-VL, Gemma 4), and Trainer
         # would not count the tokens.
@@ -114,7 +113,7 @@ class ImagesMixin:
                 raise ValueError(f"{problem}; write it into a column messages, and remove it")
         packed = pack_examples(
             without_media(dataset, name, images=True),
-            self._stock_collator,
+            self._lengths_of,
             args.max_length,
             max_image_tokens=self._max_image_tokens,
             num_proc=args.dataset_num_proc,

@@ -14,10 +14,12 @@ from tools.vision import KINDS, conversations, tiny_model, tiny_processor
 from tools.vision_cases import CASES
 from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
+from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from flashmask_hf.collators import DataCollatorForPackedVisionLanguageModeling, RopeIndex
 from flashmask_hf.trainers import PackedSFTTrainer
 from flashmask_hf.trainers.image_rows import RowCollator
+from flashmask_hf.trainers.towers import run_tower_in_every_call
 
 pytestmark = TRAINER_WARNINGS
 
@@ -191,13 +193,16 @@ def test_a_batch_may_be_a_row(tmp_path):
     assert entries[0]["loss"] == pytest.approx(trained(tmp_path, max_length=320)[1][0]["loss"], rel=1e-6)
 
 
-def test_your_collator_gets_the_positions_of_the_model(tmp_path):
-    trainer = trainer_of(
-        tmp_path, data_collator=DataCollatorForPackedVisionLanguageModeling(tiny_processor("qwen3_vl"))
-    )
+def test_your_collator_gets_what_it_lacks_of_model_and_arguments(tmp_path):
+    given = DataCollatorForPackedVisionLanguageModeling(tiny_processor("qwen3_vl"), completion_only_loss=True)
+    trainer = trainer_of(tmp_path, data_collator=given, assistant_only_loss=True)
     assert isinstance(trainer.data_collator, RowCollator)
     assert trainer.data_collator.collator.rope_index is not None
-    assert trainer_of(tmp_path).data_collator.collator.collator.max_length is None  # TRL's would cut examples
+    alone = trainer.data_collator.collator.collator
+    assert (alone.assistant_only_loss, alone.completion_only_loss) == (True, True)
+    assert alone.max_length is None  # TRL's collator would cut examples
+    given = DataCollatorForPackedVisionLanguageModeling(tiny_processor("qwen3_vl"), collator=alone)
+    assert trainer_of(tmp_path, data_collator=given).data_collator.collator.collator is alone
 
 
 WRONG: dict[str, Any] = {
@@ -228,6 +233,30 @@ def test_wrong_set_ups_raise(tmp_path, wrong):
     options, message = WRONG[wrong]
     with pytest.raises(ValueError, match=message):
         trainer_of(tmp_path, **options)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_call_without_images_runs_the_tower_for_nothing(kind):
+    """Each weight that a call with an image trains gets a gradient, zero in the tower; others stay without."""
+    collator = DataCollatorForVisionLanguageModeling(tiny_processor(kind))
+    batch = collator([DATA[0]])
+    model = tiny_model(kind, dtype=torch.float32)
+    text = {"input_ids": batch["input_ids"][:, -3:], "labels": batch["input_ids"][:, -3:]}
+    if "token_type_ids" in batch:
+        text["token_type_ids"] = torch.zeros_like(text["input_ids"])
+    runs = []
+    for inputs, hooked in ((batch, False), (text, False), (text, True)):
+        if hooked:
+            run_tower_in_every_call(model, collator.processor)
+        model.zero_grad()
+        loss = model(**inputs, use_cache=False).loss
+        loss.backward()
+        runs.append((loss, {name: x.grad for name, x in model.named_parameters() if x.grad is not None}))
+    (_, expected), (loss, before), (same_loss, after) = runs
+    assert torch.equal(loss, same_loss)
+    assert expected.keys() == after.keys() > before.keys()
+    for name, gradient in after.items():
+        assert torch.equal(gradient, before.get(name, torch.zeros_like(gradient)))
 
 
 @pytest.fixture(scope="module")
