@@ -5,7 +5,6 @@ Other attention implementations ignore unknown keywords, and run this package's 
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 from flashmask_hf.hf.call import Call, cache_of
 from flashmask_hf.hf.checks.recurrent import is_guarded
 from flashmask_hf.hf.documents import next_flagged
-from flashmask_hf.hf.families import source_of
 from flashmask_hf.hf.keywords import SPLIT_BY_TORCH
 from flashmask_hf.hf.models import is_compiled, state_of
 from flashmask_hf.hf.rules import Rule, Verdict, rule, text_attention
@@ -66,7 +64,7 @@ def _ends_of_documents(call: Call) -> Tensor:
     """Return where the document of each token ends for an attention of transformers, int64 [B or 1, S].
 
     It finds documents in `position_ids` that start again at 0, [B, S] or the first of four axes, if there is neither a
-    cache nor a mask. Then it looks the images of Gemma 3 and PaliGemma up at positions, as if in the first document.
+    cache nor a mask. Gemma 3 and PaliGemma, which would look images up at positions, hand their text models a mask.
     """
     batch, length = call.tokens.shape[:2]
     positions, axes, use_cache = call.tensor("position_ids", 2), call.tensor("position_ids", 3), call.get("use_cache")
@@ -75,9 +73,6 @@ def _ends_of_documents(call: Call) -> Tensor:
     if use_cache is None:
         use_cache = getattr(call.config.get_text_config(), "use_cache", False)
     alone = cache_of(call.named) is None and call.get("attention_mask") is None and not use_cache
-    has_types = call.get("token_type_ids") is not None or call.get("mm_token_type_ids") is not None
-    if has_types and "block_sequence_ids" in source_of(sys.modules[call.model.__module__]):
-        alone = False
     if "flash" in text_attention(call) and batch > 1:  # FlashAttention finds them in a single row
         alone = False
     if alone and positions is not None and positions.shape[1] == length:
