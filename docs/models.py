@@ -72,8 +72,9 @@ IMAGES = """
 ## Rows with images
 
 Three documents with one, no and two images in one row, with mask indices and `position_ids`, along the axes of a model
-that has several. "Yes" is equal to each document alone under eager attention. Families of text backbones above may
-differ: here an image tower runs under "flashmask", too.
+that has several. "Yes" is equal to each document alone under eager attention. The image tower is under "flashmask",
+too. "Not tested" are families whose tiny model or image inputs could not be made without files. Of these, images raise
+in mllama and idefics.
 """
 
 METHOD = """

@@ -12,8 +12,10 @@ from tools.vision import tower_of
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 from transformers.models.auto import modeling_auto
+from transformers.utils import ModelOutput
 
 from flashmask_hf import masks
+from flashmask_hf.collators import RopeIndex
 
 TOKENS = ("input_ids", "mm_token_type_ids", "token_type_ids")
 IMAGE = 47
@@ -26,6 +28,7 @@ def _axes(*section: int) -> dict[str, Any]:
 
 _WINDOWS: dict[str, Any] = dict(vision_config=dict(window_size=32))
 _SIZES: dict[str, Any] = dict(image_grid_pinpoints=[[32, 64], [64, 32], [64, 64]])
+_OMNI: dict[str, Any] = dict(image_token_id=40, video_token_id=41, audio_token_id=42, vision_start_token_id=46)
 _LAYERS = ("full_attention", "sliding_attention")
 
 _FAMILIES: dict[str, dict[str, Any]] = {
@@ -43,12 +46,20 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "glmga": _axes(2, 1, 1),
     "hunyuan_vl": _axes(1, 1, 1, 1),
     "hyperclovax_vision_v2": _WINDOWS,
+    "lfm2_vl": dict(
+        vision_config=dict(vision_use_head=False), text_config=dict(layer_types=["conv", "full_attention"])
+    ),
+    "llama4": dict(
+        vision_config=dict(intermediate_size=128, projector_input_dim=32, projector_output_dim=32, vision_output_dim=32)
+    ),
     "llava_next": _SIZES,
     "llava_next_video": _SIZES,
     "llava_onevision": _SIZES,
     "paddleocr_vl": _axes(2, 1, 1),
+    "qwen2_5_omni_thinker": _axes(2, 1, 1) | _WINDOWS | _OMNI,
     "qwen2_5_vl": _axes(2, 1, 1) | _WINDOWS,
     "qwen2_vl": _axes(2, 1, 1),
+    "qwen3_omni_moe_thinker": _OMNI,
     "shieldgemma2": dict(mm_tokens_per_image=4),
     "step3p7": dict(text_config=dict(sliding_window=6)),
     "vipllava": dict(vision_feature_layers=[-1, -2]),
@@ -119,7 +130,8 @@ def _pixels(model: Any, generator: torch.Generator) -> Iterator[dict[str, Tensor
 
 def _count(features: Any, hidden: int) -> int:
     """Return how many tokens an image's features are, of whatever nesting."""
-    features = getattr(features, "pooler_output", features)
+    if isinstance(features, ModelOutput):
+        features = features.last_hidden_state if features.pooler_output is None else features.pooler_output
     if isinstance(features, Tensor):
         return features.numel() // hidden
     return sum(_count(x, hidden) for x in features if x is not None)
@@ -145,9 +157,11 @@ def _document(model: Any, images: int, generator: torch.Generator) -> dict[str, 
     def words(count: int) -> Tensor:
         return torch.randint(20, 30, (1, count), generator=generator)
 
+    start = getattr(model.config, "vision_start_token_id", token)
+    before = [torch.full((1, 1), start)] * (start != token)  # distinct in configs that name both
     parts = [words(3)]
     for _, count in found:
-        parts += [torch.full((1, count), token), words(2)]
+        parts += [*before, torch.full((1, count), token), words(2)]
     ids = torch.cat([*parts, words(4)], 1)
     document = _joined([pixels for pixels, _ in found]) | {"input_ids": ids}
     parameters = inspect.signature(model.forward).parameters
@@ -171,11 +185,10 @@ def _row(model: Any, documents: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     row = _joined(documents)
     lengths = [own["input_ids"].shape[1] for own in documents]
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    core = getattr(model, "model", model)
-    if hasattr(core, "get_rope_index"):
-        names = inspect.signature(core.get_rope_index).parameters
-        axes = [core.get_rope_index(**{k: x for k, x in own.items() if k in names})[0] for own in documents]
-        positions = torch.cat([positions[None], torch.cat(axes, -1)])[-4:]
+    if any(hasattr(part, "get_rope_index") for part in (model, getattr(model, "model", None))):
+        rope_index = RopeIndex.of(model)
+        axes = torch.cat([rope_index(own) for own in documents], -1)
+        positions = torch.cat([positions[None], axes])[-4:]
         row.pop("mm_token_type_ids", None)
     return row | {"position_ids": positions, "startend_row_indices": masks.causal_document(lengths).indices}
 
@@ -190,7 +203,8 @@ def examine(family: str) -> Outcome:
     generator = torch.Generator().manual_seed(1)
     eager = build(family, "eager")
     documents = [_document(eager, images, generator) for images in (1, 0, 2)]
-    want = torch.cat([eager(**own, use_cache=False).logits for own in documents], 1)
+    masked = [own | {"attention_mask": torch.ones_like(own["input_ids"])} for own in documents]  # for Omni's positions
+    want = torch.cat([eager(**own, use_cache=False).logits for own in masked], 1)
     if not want.isfinite().all():
         raise ValueError("eager attention gives infinite or undefined numbers")
     row = _row(eager, documents)
