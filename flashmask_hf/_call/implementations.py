@@ -6,7 +6,7 @@ With impl=None a call takes the first of `REGISTRY` that serves it, and the next
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial, partialmethod
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
@@ -146,8 +146,11 @@ class Hopper(_Kernels):
 
         return backward.prepare_backward(problem, dout, output, ordered)
 
-    ordered_forward = partialmethod(forward, ordered=True)
-    ordered_backward = partialmethod(backward, ordered=True)
+    def ordered_forward(self, problem: Problem) -> Run:
+        return self.forward(problem, ordered=True)
+
+    def ordered_backward(self, problem: Problem, dout: Layout, output: OutputLayout | None) -> Run:
+        return self.backward(problem, dout, output, ordered=True)
 
 
 class Triton(_Kernels):

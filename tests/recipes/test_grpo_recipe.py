@@ -24,7 +24,7 @@ SHORT = ["--max_completion_length", 8, "--per_device_train_batch_size", 8, "--nu
 def rows(tmp_path_factory):
     """Write a dataset in the format of trl-lib/DeepMath-103K."""
     path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
-    lines = [{"prompt": [data._user(f"What is {n} + {n}?")], "solution": str(2 * n)} for n in range(16)]
+    lines = [{"prompt": [data._turn("user", f"What is {n} + {n}?")], "solution": str(2 * n)} for n in range(16)]
     path.write_text("\n".join(map(json.dumps, lines)))
     return path
 
@@ -193,5 +193,5 @@ def test_the_demo_asks_for_words_of_a_passage():
         assert all(row["passage"] in row["prompt"][0]["content"] for row in made[split])
     passage = "The pass statement does nothing. It is a null operation: when it is executed, nothing happens."
     answers = ["", "Nothing nothing NOTHING.", "the pass statement does not", passage]
-    completions = [[data._assistant(answer)] for answer in answers]
+    completions = [[data._turn("assistant", answer)] for answer in answers]
     assert data.copied_words_reward(completions, [passage] * 4, prompts=[]) == pytest.approx([0, 0.1, 0.4, 1])
