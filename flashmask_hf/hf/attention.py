@@ -10,9 +10,9 @@ from transformers.utils.output_capturing import _active_collector
 
 from flashmask_hf.hf.call import current
 from flashmask_hf.hf.keywords import SPLIT_BY_TORCH, check_keywords
-from flashmask_hf.hf.late import late_mask
+from flashmask_hf.hf.late import late_mask, refuse_shard_of_heads
 from flashmask_hf.hf.layer_mask import BOUNDS, LayerMask, mask_of_rows
-from flashmask_hf.hf.ranks import attend_in_parts, refuse_shard_of_heads
+from flashmask_hf.hf.ranks import attend_in_parts
 from flashmask_hf.names import FLASHMASK, VECTORS
 from flashmask_hf.parallel.split import active_split
 from flashmask_hf.torch_internals import is_split_by_torch
@@ -63,10 +63,13 @@ def attention_forward(
             with windows, `position_ids` are not contiguous where a window matters (device-side checks).
     """
     check_layer(module, dropout, kwargs, FLASHMASK)
-    split = None if is_marked(attention_mask) else active_split(query.shape[2], kwargs.get(VECTORS))
-    if split is not None:
-        return attend_in_parts(split, module, query, key, value, attention_mask, scaling, kwargs), None
-    mask = layer_mask(module, query, key, attention_mask, kwargs)
+    if is_marked(attention_mask):
+        mask = _marked_mask(module, query, key, attention_mask)
+    else:
+        split = active_split(query.shape[2], kwargs.get(VECTORS))
+        if split is not None:
+            return attend_in_parts(split, module, query, key, value, attention_mask, scaling, kwargs), None
+        mask = late_mask(module, query, key, attention_mask, kwargs)
     out = mask.attend(query, key, value, scale=scaling, softcap=kwargs.get("softcap"), sinks=kwargs.get("s_aux"))
     return out.transpose(1, 2), None
 
@@ -120,14 +123,18 @@ def layer_mask(
         attention_mask: what `mask_hook` returned, or None.
         kwargs: the layer's keywords, checked (`check_layer`).
     """
-    if not is_marked(attention_mask):
-        refuse_shard_of_heads(module, kwargs.get(VECTORS), query.shape[1])
-        return late_mask(module, query, key, attention_mask, kwargs)
-    if attention_mask.shape[1] > 1:
-        refuse_shard_of_heads(module, attention_mask, query.shape[1])
+    if is_marked(attention_mask):
+        return _marked_mask(module, query, key, attention_mask)
+    return late_mask(module, query, key, attention_mask, kwargs)
+
+
+def _marked_mask(module: nn.Module, query: Tensor, key: Tensor, rows: Tensor) -> LayerMask:
+    """Return a layer's mask of marked rows, and count the layer in the call."""
     if not torch.compiler.is_compiling() and current.call is not None:
         current.call.supplied += 1
-    return mask_of_rows(attention_mask, key.shape[2])
+    if rows.shape[1] > 1:
+        refuse_shard_of_heads(module, query.shape[1])
+    return mask_of_rows(rows, key.shape[2])
 
 
 def is_marked(rows: Any) -> TypeGuard[Tensor]:

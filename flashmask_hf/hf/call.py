@@ -42,6 +42,7 @@ class Call:
         tokens: the input_ids [B, S], else the inputs_embeds [B, S, D], or None.
         positions: positions of the tokens in their documents, [B or 1, S], of whatever axes were given, or None.
         outer: the call of the model that this one is a submodel of.
+        has_activated_lora: whether an adapter of PEFT in the model looks for `alora_invocation_tokens`.
         reads: number of masks and attention layers that read the document boundaries, with submodels.
         supplied: number of attention layers that received the mask of the call, or its mask indices.
     """
@@ -61,6 +62,8 @@ class Call:
         self.reads = self.supplied = 0
         self._documents: Any = False
         self.state: ModelState = state_of(model)
+        adapters = model.__dict__.get("peft_config", {})
+        self.has_activated_lora = any([getattr(x, "alora_invocation_tokens", None) for x in adapters.values()])
 
     def changed(self, named: dict[str, Any]) -> Call:
         """Return the same call with other arguments."""
@@ -75,12 +78,6 @@ class Call:
     def name(self) -> str:
         """The name of the model's class."""
         return type(self.model).__name__
-
-    @property
-    def has_activated_lora(self) -> bool:
-        """Whether an adapter of PEFT in the model looks for `alora_invocation_tokens`."""
-        adapters = self.model.__dict__.get("peft_config", {}).values()
-        return any(getattr(adapter, "alora_invocation_tokens", None) for adapter in adapters)
 
     @property
     def bounds(self) -> Tensor | None:

@@ -32,6 +32,8 @@ def late_mask(
         return LayerMask(_separated_mask(query, key, attention_mask, causal, kwargs))
     record_documents(supplied=True)
     check_form(vectors, causal, getattr(module, "config", None))
+    if vectors.shape[1] > 1:
+        refuse_shard_of_heads(module, query.shape[1])
     if vectors.device != query.device:
         raise ValueError(f"{VECTORS} is on {vectors.device}, but the layer runs on {query.device}; move it there")
     q_len, kv_len = query.shape[2], key.shape[2]
@@ -43,6 +45,16 @@ def late_mask(
             "the context of flashmask_hf.parallel.sequence_parallel"
         )
     return supplied_mask(vectors, attention_mask, causal, _window_of(module, kwargs), position_ids)
+
+
+def refuse_shard_of_heads(module: nn.Module, heads: int) -> None:
+    """Raise if a layer that gets mask indices per head computes `heads` of more heads, as under tensor parallelism."""
+    whole = getattr(getattr(module, "config", None), "num_attention_heads", heads)
+    if whole != heads:
+        raise NotImplementedError(
+            f"{VECTORS} per head are not implemented in a layer that computes {heads} of {whole} query heads, as under "
+            "tensor parallelism; pass mask indices that all heads share, [B, 1, S, n]"
+        )
 
 
 def _window_of(module: nn.Module, kwargs: dict[str, Any]) -> int | None:

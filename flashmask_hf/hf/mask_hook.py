@@ -21,7 +21,7 @@ from transformers.masking_utils import (
 )
 
 from flashmask_hf.hf.call import Call, call_of, record_documents
-from flashmask_hf.hf.documents import check_one_document, of_numbers
+from flashmask_hf.hf.documents import Documents, check_one_document, of_numbers
 from flashmask_hf.hf.families import refuse_unsupported
 from flashmask_hf.hf.keywords import check_window
 from flashmask_hf.hf.layer_mask import LayerMask, marked_rows
@@ -96,9 +96,12 @@ def mask_hook(
     documents = None if documents is None else documents.to(key_positions.device)
     indices = None if call is None else call.indices
     is_replaced = isinstance(indices, Tensor) and indices.dim() == 4 and indices.shape[3] > 1
-    nodes = documents
-    if same_tokens and isinstance(indices, Tensor) and indices.shape[2:] == (q_length, 1) and not indices.is_meta:
-        nodes = of_numbers(indices[:, 0, :, 0].to(key_positions.device))  # tokens seen up to the same row
+
+    def nodes() -> Documents | None:
+        if same_tokens and isinstance(indices, Tensor) and indices.shape[2:] == (q_length, 1):
+            return of_numbers(indices[:, 0, :, 0].to(key_positions.device))  # tokens seen up to the same row
+        return documents
+
     context = TraceContext(batch_size, key_positions, nodes, attention_mask, is_replaced)
     visible = trace(mask_function, context)
     span = None if visible is None else visible.span()

@@ -61,8 +61,8 @@ class TraceContext:
     Attributes:
         batch_size: number of batch entries, B.
         key_positions: int64 [Skv].
-        documents: documents of the keys, or None. Chunks count from their first token, and equal ids of blocks in two
-            documents are of two blocks.
+        find_documents: returns the documents of the keys, or None. Chunks count from their first token, and equal ids
+            of blocks in two documents are of two blocks.
         real: the 2D mask, bool [B, up to S], or None. Padding belongs to no block.
         is_replaced: whether mask indices take the place of all blocks, which then may be anywhere.
         contiguous: bool [], whether tokens of each block are contiguous.
@@ -70,7 +70,7 @@ class TraceContext:
 
     batch_size: int
     key_positions: Tensor
-    documents: Documents | None = None
+    find_documents: Callable[[], Documents | None] = lambda: None
     real: Tensor | None = None
     is_replaced: bool = False
     contiguous: list[Tensor] = field(default_factory=list)
@@ -241,7 +241,7 @@ class _Chunk(_Symbol):
     size: int
 
     def __eq__(self, other: Any) -> Any:
-        mine, theirs, documents = self.position, other.position, self.context.documents
+        mine, theirs, documents = self.position, other.position, self.context.find_documents()
         if self.size <= 0 or other.size != self.size or {mine.side(), theirs.side()} != {"q", "k"}:
             raise _Untraceable
         if theirs.origin is not mine.origin or theirs.shift != mine.shift:
@@ -285,7 +285,7 @@ class _Block(_Symbol):
         if self.of != "blocks":
             raise _Untraceable
         ids, key = self.ids, self.context.key_positions
-        documents, real, length = self.context.documents, self.context.real, ids.shape[-1]
+        documents, real, length = self.context.find_documents(), self.context.real, ids.shape[-1]
         number = torch.zeros_like(ids) if documents is None else documents.numbers().expand_as(ids)
         joined = ids.diff() == 0
         start, end = run_bounds(joined)

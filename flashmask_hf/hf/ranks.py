@@ -53,7 +53,6 @@ def attend_in_parts(
         )
     if attention_mask is not None:
         _refuse_padding(attention_mask)
-    refuse_shard_of_heads(module, kwargs[VECTORS], query.shape[1])
     refuse_rope_by_length(getattr(module, "config", None))
     _check_positions(kwargs.get("position_ids"), split)
     kwargs = kwargs | {"position_ids": split.position_ids}
@@ -128,19 +127,3 @@ def _own_rows(whole: LayerMask, split: RowSplit) -> LayerMask:
         return LayerMask(FlashMask(count_rows_before(indices, own), causal=False, q_len=own.shape[0]), keys)
 
     return cached_mask((whole.mask.indices, split.rows), ("own rows", split.group), build, per_forward=False)
-
-
-def refuse_shard_of_heads(module: nn.Module, indices: Any, heads: int) -> None:
-    """Raise if mask indices per head reach a layer that computes a shard of the heads, as under tensor parallelism.
-
-    Args:
-        module: the attention layer.
-        indices: mask indices, marked rows or None.
-        heads: number of query heads that this rank computes.
-    """
-    whole = getattr(getattr(module, "config", None), "num_attention_heads", heads)
-    if isinstance(indices, Tensor) and indices.dim() == 4 and indices.shape[1] > 1 and whole != heads:
-        raise NotImplementedError(
-            f"{VECTORS} per head are not implemented in a layer that computes {heads} of {whole} query heads, as under "
-            "tensor parallelism; pass mask indices that all heads share, [B, 1, S, n]"
-        )

@@ -109,7 +109,8 @@ def test_heads_that_do_not_divide_are_refused_if_asked_for(found):
     assert message.startswith("ValueError: exchange='heads' needs 4 ranks to divide the 6 query heads")
 
 
-@pytest.mark.parametrize("name", ["local", "whole", "split rows"])
+@pytest.mark.parametrize("name", ["local", "whole", "keys", "heads"])
 def test_vectors_per_head_are_refused_under_tensor_parallelism(found, name):
-    message = r"NotImplementedError: .* computes 4 of 8 query heads, as under tensor parallelism; pass mask indices"
-    assert re.match(message, result(found, 2, "tensor parallel refusals")[name])
+    message = r"computes 4 of 8 query heads, as under tensor parallelism; pass mask indices"
+    message = r"exchange heads; pass exchange='keys'" if name == "heads" else message
+    assert re.match(rf"NotImplementedError: .*{message}", result(found, 2, "tensor parallel refusals")[name])

@@ -344,15 +344,16 @@ def refused_vectors_per_head(group: Any) -> dict[str, Any]:
     whole = vectors_per_head(4)  # as many as query heads of one process
     rows = rows_of(whole, group.size(), "contiguous")
 
-    def in_parts() -> None:
-        with sequence_parallel(group, rows, whole["position_ids"], exchange="heads") as split:
+    def in_parts(exchange: Any) -> None:
+        with sequence_parallel(group, rows, whole["position_ids"], exchange=exchange) as split:
             loss_of(model, split.shard(whole), 1)
 
     return messages_of(
         {
             "local": lambda: model(**local, use_cache=False),
             "whole": lambda: model(**whole, use_cache=False),
-            "split rows": in_parts,
+            "keys": lambda: in_parts("keys"),
+            "heads": lambda: in_parts("heads"),
         }
     )
 
