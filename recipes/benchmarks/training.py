@@ -186,6 +186,7 @@ class ImageTuning(FineTuning):
     def __init__(self, task: str, shape: str, a: argparse.Namespace):
         super().__init__(task, shape, a)
         self.share, self.conversations = int(task.removeprefix("images_")) / 100, Conversations(self.model)
+        self.tower = a.stock_tower
 
     def draw(self, length: int, count: int) -> Sequence[Any]:
         """Draw rows of `length` tokens."""
@@ -195,7 +196,9 @@ class ImageTuning(FineTuning):
     def run(self, implementation: str, row: dict[str, Any]) -> float:
         """Run forward and backward of a row, in one or more batches; return the loss."""
         form = "single" if implementation.endswith("_single") else "batches"
-        self.model.set_attn_implementation(implementation.removeprefix("trl_").removesuffix("_single"))
+        name = implementation.removeprefix("trl_").removesuffix("_single")
+        tower = name if name == "flashmask" or self.tower is None else self.tower
+        self.model.set_attn_implementation({"": name, "text_config": name, "vision_config": tower})
         options = {"fused_lm_head": True} if self.fused else {"use_cache": False}
         losses = []
         for batch, pixels in row["packed" if implementation == "flashmask" else form]:
@@ -438,6 +441,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=5, help="most measured steps of a series and length")
     parser.add_argument("--seconds", type=float, default=60, help="start no step after the first later than this")
     parser.add_argument("--longest", type=float, default=120, help="end a series whose step may take more seconds")
+    parser.add_argument("--stock-tower", help="attention of image towers in stock TRL; default: as in the text")
     parser.add_argument("--full-logits", action="store_true", help="fine-tune without TRL's head")
     a = parsed(parser, argv)
     given = {name: value for name, value in vars(a).items() if value is not None}
