@@ -20,12 +20,13 @@ def add_image_tokens(
     real: Tensor,
     types: Mapping[str, Tensor],
     sizes: Sequence[Mapping[str, Tensor]],
+    trees: Sequence[int],
     rope_index: RopeIndex | None,
 ) -> None:
     """Add token types, int64 [R, S], and positions along axes to packed rows.
 
     With images and a `rope_index`, positions become int64 [4, R, S]: depths, then the axes, of each path as of its
-    sequence alone.
+    sequence alone. Answers to one prompt are text, whose positions count on, so the longest path of a tree has all.
 
     Args:
         packed: keys of `PackedRows.indexed_batch`, changed in place.
@@ -33,6 +34,7 @@ def add_image_tokens(
         real: bool [N, L], False for padding.
         types: token types of the sequences, int64 [N, L], by key of `TOKEN_TYPES`.
         sizes: sizes of the images of each sequence, such as `image_grid_thw` [images, 3]; empty without images.
+        trees: number of each sequence's tree.
         rope_index: of a model with axes of positions.
     """
     shape = packed[PACKED_IDS].shape
@@ -45,8 +47,13 @@ def add_image_tokens(
     packed |= {name: lay_out(values) for name, values in types.items()}
     if rope_index is None or not any(sizes):
         return
-    axes, tokens = ids.new_zeros(3, *ids.shape), {"input_ids": ids, **types}
-    for row, (here, own) in enumerate(zip(real, sizes, strict=True)):
-        sequence = {name: x[row, here][None] for name, x in tokens.items()}
-        axes[:, row, here] = rope_index(sequence | dict(own))[-3:, 0]
+    lengths, tokens = real.sum(1).tolist(), {"input_ids": ids, **types}
+    axes, longest = ids.new_zeros(3, *ids.shape), {}
+    for row in sorted(range(len(ids)), key=lengths.__getitem__):
+        longest[trees[row]] = row
+    for tree, row in longest.items():
+        sequence = {name: x[row, real[row]][None] for name, x in tokens.items()}
+        positions = rope_index(sequence | dict(sizes[row]))[-3:, 0]
+        for other in (other for other, own in enumerate(trees) if own == tree):
+            axes[:, other, real[other]] = positions[:, : lengths[other]]
     packed[PACKED_POSITIONS] = torch.cat([packed[PACKED_POSITIONS][None], lay_out(axes)])

@@ -125,7 +125,7 @@ class DataCollatorForSharedQuestion(PackingCollator):
             **rows.indexed_batch(packed_index),
         }
         if self.read_images is not None:
-            self._add_images(batch, pixels, [examples[index] for index, _ in sequences], real)
+            self._add_images(batch, pixels, examples, [index for index, _ in sequences], real)
         if most > 2:
             batch["question_index"] = torch.tensor([index for index, _ in sequences])
         for column in ("ref_chosen_logps", "ref_rejected_logps"):
@@ -135,15 +135,20 @@ class DataCollatorForSharedQuestion(PackingCollator):
         return batch
 
     def _add_images(
-        self, batch: dict[str, Tensor], pixels: dict[str, Tensor], examples: Sequence[Mapping[str, Any]], real: Tensor
+        self,
+        batch: dict[str, Tensor],
+        pixels: dict[str, Tensor],
+        examples: Sequence[Mapping[str, Any]],
+        trees: list[int],
+        real: Tensor,
     ) -> None:
-        """Add pixels and what the model reads of image tokens to a batch of sequences with these examples."""
+        """Add pixels and what the model reads of image tokens to a batch, whose sequences are of examples `trees`."""
         types = {name: torch.zeros_like(batch["input_ids"]) for name in TOKEN_TYPES if name in examples[0]}
         for name, values in types.items():
-            for row, example in zip(values, examples, strict=True):
-                row[: len(example[name])] = example[name]
-        sizes = [example["sizes"] for example in examples]
-        add_image_tokens(batch, batch["input_ids"], real, types, sizes, self.rope_index)
+            for row, index in zip(values, trees, strict=True):
+                row[: len(examples[index][name])] = examples[index][name]
+        sizes = [examples[index]["sizes"] for index in trees]
+        add_image_tokens(batch, batch["input_ids"], real, types, sizes, trees, self.rope_index)
         batch |= pixels
 
     def check(self, example: Mapping[str, Any], name: str) -> bool:

@@ -125,10 +125,10 @@ class SharedPrompts:
         # The loss reads completions and the hidden state before them, a mixture's auxiliary loss all tokens.
         width = input_ids.shape[1] if kwargs.get("output_router_logits") else keep + 1
         ids, mask = input_ids.cpu(), attention_mask.cpu()  # waits for the device
-        packed, firsts = pack_sequences(ids, mask, keep, self._share, self.args.pad_to_multiple_of, images)
+        packed, trees = pack_sequences(ids, mask, keep, self._share, self.args.pad_to_multiple_of, images)
         if images:
-            add_image_tokens(packed, ids, mask.bool(), images.types, images.sizes, self._rope_index)
-            kwargs |= images.of(firsts)
+            add_image_tokens(packed, ids, mask.bool(), images.types, images.sizes, trees, self._rope_index)
+            kwargs |= images.of([trees.index(tree) for tree in range(max(trees) + 1)])
         packed[PACKED_INDEX] = packed[PACKED_INDEX][:, -width:].contiguous()
         packed = {name: x.to(input_ids.device) for name, x in packed.items()}
         self._packed = packed[VECTORS], attention_mask
@@ -208,7 +208,7 @@ def pack_sequences(
         images: images of the sequences; what is shared then holds the whole prompt.
 
     Returns:
-        The batch keys of `PackedRows.indexed_batch`, on the CPU, and the first sequence of each tree, in the row's
+        The batch keys of `PackedRows.indexed_batch`, on the CPU, and the number of each sequence's tree, in the row's
         order.
 
     Raises:
@@ -227,11 +227,9 @@ def pack_sequences(
         forests, leaves = share_prefixes(sequences, kinds)
     rows = pack_forests(forests, pad_to_multiple_of=pad_to_multiple_of)
     index = np.arange(ids.size).reshape(ids.shape) % rows.input_ids.size  # nothing reads the entries of padding
-    firsts: dict[int, int] = {}
     for row, (forest, segment) in enumerate(leaves):
         index[row, real[row]] = rows.starts[forest] + forests[forest].path(segment)
-        firsts.setdefault(forest, row)
-    return rows.indexed_batch(index), [firsts[forest] for forest in range(len(forests))]
+    return rows.indexed_batch(index), [forest for forest, _ in leaves]
 
 
 def group_prompts(batches: list[dict[str, Any]], window: int) -> list[dict[str, Any]]:

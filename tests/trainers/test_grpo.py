@@ -528,8 +528,8 @@ def test_the_packed_row_of_a_micro_batch():
     """A prompt of two completions, one of which is empty, and a sequence alone."""
     ids = torch.tensor([[0, 5, 6, 8, 9], [4, 5, 6, 8, 0], [0, 5, 6, 0, 0]])
     mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 0], [0, 1, 1, 0, 0]])
-    packed, firsts = pack_sequences(ids, mask, keep=2, pad_to_multiple_of=12)
-    assert firsts == [1, 0]
+    packed, trees = pack_sequences(ids, mask, keep=2, pad_to_multiple_of=12)
+    assert trees == [1, 0, 1]
     assert packed["packed_input_ids"].tolist() == [[4, 5, 6, 8, 5, 6, 8, 9, 0, 0, 0, 0]]
     assert packed["packed_position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 2, 3, 0, 0, 0, 0]]
     assert packed["startend_row_indices"].flatten().tolist() == [4] * 4 + [8] * 4 + [0] * 4
