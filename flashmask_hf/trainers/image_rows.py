@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
 
+import transformers
 from accelerate import PartialState
 from datasets import Dataset, IterableDataset
 from torch import Tensor
@@ -33,8 +34,8 @@ _PROBES = ((64, 64), (64, 128), (128, 64))
 class ExampleLengths:
     """Computes the number of tokens of raw examples from their text and the headers of their images.
 
-    An image's tokens are `_get_num_multimodal_tokens` of the processor, and what stands around them in the processor's
-    output for a blank image. A processor without it processes a blank image of each size.
+    An image has as many tokens as `_get_num_multimodal_tokens` of the processor returns, and the tokens around them. If
+    the processor lacks the method, or contradicts it for blank images, it processes a blank image of each size.
 
     Args:
         collator: TRL's `DataCollatorForVisionLanguageModeling`.
@@ -52,9 +53,9 @@ class ExampleLengths:
                 "{'skip_prepare_dataset': True}, and a row is one batch of examples"
             )
         self._counts: dict[tuple[int, int], int] = {}
-        self._around = 0
-        if hasattr(self._processor, "_get_num_multimodal_tokens"):
-            self._around = max(self._processed(size) - self._estimated(size) for size in _PROBES)
+        probes = _PROBES if hasattr(self._processor, "_get_num_multimodal_tokens") else ()
+        around = {self._processed(size) - self._estimated(size) for size in probes}
+        self._around = around.pop() if len(around) == 1 else None
 
     def __call__(self, example: Mapping[str, Any]) -> tuple[int, int]:
         """Return the numbers of tokens and of image tokens of an example."""
@@ -62,6 +63,11 @@ class ExampleLengths:
         counts = [self._count(_size_of(image)) for image in images]
         replaced = self._text_tokens([self._mark] * sum(text.count(self._mark) for text in texts))
         return self._text_tokens(texts) - replaced + sum(counts), sum(counts)
+
+    def of_table(self, table: Any, features: Any, version: str) -> dict[str, list[int]]:
+        """Return the lengths of an Arrow table's examples; only the cache of `Dataset.map` reads `version`."""
+        lengths = [self(features.decode_example(example)) for example in table.to_pylist()]
+        return {"length": [length for length, _ in lengths], "image_tokens": [images for _, images in lengths]}
 
     def _read(self, example: Mapping[str, Any]) -> tuple[Sequence[str], Sequence[Any]]:
         """Return the texts that TRL's collator tokenizes, with placeholders, and the images for them."""
@@ -91,8 +97,8 @@ class ExampleLengths:
     def _count(self, size: tuple[int, int]) -> int:
         """Return the number of tokens that replace the placeholder of an image of a height and width."""
         if size not in self._counts:
-            estimates = hasattr(self._processor, "_get_num_multimodal_tokens")
-            self._counts[size] = self._estimated(size) + self._around if estimates else self._processed(size)
+            known = self._around is not None
+            self._counts[size] = self._estimated(size) + self._around if known else self._processed(size)
         return self._counts[size]
 
     def _estimated(self, size: tuple[int, int]) -> int:
@@ -158,7 +164,8 @@ def pack_examples(
     """
     refuse_transform(dataset, f"the {name} dataset")
     limit = as_count("max_image_tokens", max_image_tokens) or max_length
-    packer = _Packer(ExampleLengths(collator), max_length, limit, f"the {name} dataset")
+    lengths_of = ExampleLengths(collator)
+    packer = _Packer(lengths_of, max_length, limit, f"the {name} dataset")
     if isinstance(dataset, IterableDataset):
         features = dataset.features
         stream = dataset.decode(False) if features else dataset
@@ -169,10 +176,10 @@ def pack_examples(
     features = dataset.to_iterable_dataset().decode(False).features
     with PartialState().main_process_first():  # others read the cache
         measured = dataset.with_format("arrow").map(
-            packer.measure,
+            lengths_of.of_table,
             batched=True,
             batch_size=100,
-            fn_kwargs={"features": features},
+            fn_kwargs={"features": features, "version": f"1, transformers {transformers.__version__}"},
             remove_columns=dataset.column_names,
             num_proc=num_proc,
             desc=f"Measuring {name} dataset",
@@ -240,11 +247,6 @@ class _Packer:
             max_image_tokens,
             name,
         )
-
-    def measure(self, table: Any, features: Any) -> dict[str, list[int]]:
-        """Return the lengths of the examples of an Arrow table."""
-        lengths = [self._lengths(features.decode_example(example)) for example in table.to_pylist()]
-        return {"length": [length for length, _ in lengths], "image_tokens": [images for _, images in lengths]}
 
     def pack_stream(self, batch: dict[str, list[Any]], indices: Sequence[int]) -> dict[str, list[Any]]:
         """Pack a window of a stream."""
