@@ -474,9 +474,9 @@ def test_torch_deterministic_algorithms_make_the_backward_deterministic(monkeypa
     asked: list[bool] = []
     prepare = hopper_backward.prepare_backward
 
-    def prepare_and_record(problem: Any, dout: Any, output: Any, deterministic: bool, ordered: bool) -> Any:
-        asked.append(deterministic)
-        return prepare(problem, dout, output, deterministic, ordered)
+    def prepare_and_record(problem: Any, dout: Any, output: Any, ordered: bool) -> Any:
+        asked.append(problem.arguments.deterministic)
+        return prepare(problem, dout, output, ordered)
 
     monkeypatch.setattr(hopper_backward, "prepare_backward", prepare_and_record)
     monkeypatch.setattr(call, "_calls", {})
