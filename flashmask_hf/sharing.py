@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -115,7 +116,8 @@ def _can_share(call: Call) -> bool:
         return False
     if positions is not None and (positions.dim() != 2 or positions.shape[1] != tokens.shape[1]):
         return False
-    if any(isinstance(value, Tensor) and name not in {"input_ids", *_REPLACED} for name, value in call.named.items()):
+    others = [value for name, value in call.named.items() if name not in {"input_ids", *_REPLACED}]
+    if any(isinstance(value, (Tensor, list, tuple, Mapping)) for value in others):  # of each token, or of images
         return False
     if call.model.training and any(map(_drops, call.model.modules())):
         _warn_of_dropout(call.name)

@@ -18,11 +18,10 @@ from datasets import Dataset
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, video_processing_utils
 from transformers.models.gemma4 import image_processing_pil_gemma4
 from transformers.models.pixtral import image_processing_pil_pixtral
 from transformers.models.smolvlm import processing_smolvlm
-from transformers.video_processing_utils import VideoProcessorMixin
 
 import flashmask_hf  # noqa: F401  registers "flashmask"
 
@@ -318,7 +317,11 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-class NoVideos(VideoProcessorMixin):
+_VideoProcessor: Any = getattr(video_processing_utils, "VideoProcessorMixin", video_processing_utils.BaseVideoProcessor)
+"""The base of video processors. Until transformers 5.17 it needs torchvision."""
+
+
+class NoVideos(_VideoProcessor):
     """Video processor that takes no videos: the processors of videos need torchvision."""
 
     num_frames = fps = merge_size = temporal_patch_size = 2
