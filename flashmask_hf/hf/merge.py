@@ -90,7 +90,7 @@ def supplied_mask(
 
 
 def _add_blocks(mask: FlashMask, hooked: Tensor, keep_causal: bool) -> tuple[FlashMask, Tensor]:
-    """Return a mask whose keys are also seen by earlier tokens of their block, and the last rows that see each key.
+    """Return a mask whose keys are also seen by earlier tokens of their block, and how far each block sees its keys.
 
     A causal mask of one bound shows each key to later rows of its document or subtree; the hook shows it to earlier
     rows of its block. A block that goes on in the next document, as images next to each other, is cut there.
@@ -101,7 +101,7 @@ def _add_blocks(mask: FlashMask, hooked: Tensor, keep_causal: bool) -> tuple[Fla
         keep_causal: whether to refuse blocks and leave the mask causal.
 
     Returns:
-        The mask, and int32 [B or 1, 1, S], one past the last row of a block or window.
+        The mask, and int32 [B or 1, 1, S], the end of each key's block, or of the window that cuts it.
 
     Raises:
         RuntimeError: the mask hides tokens of a block from each other within a document (a device-side check).
@@ -110,7 +110,8 @@ def _add_blocks(mask: FlashMask, hooked: Tensor, keep_causal: bool) -> tuple[Fla
     row = torch.arange(length, device=hooked.device, dtype=torch.int32)
     last, until, since, first = hooked.unbind(2)
     is_traced = (until >= length) & (since <= 0)  # each key is seen by the rows first..last
-    limit = torch.where(is_traced, last, 0)
+    _, block_end = run_bounds(first[..., 1:] == first[..., :-1])
+    limit = torch.where(is_traced, torch.minimum(last, block_end), 0).to(torch.int32)
     if not mask.causal:
         return mask, limit
     pieces = FlashMask(hooked.transpose(2, 3), causal=False).visible_intervals(length)

@@ -86,7 +86,7 @@ def blocks(
     q_len: int | None = None,
     device: Device = None,
 ) -> FlashMask:
-    """Packed causal documents whose spans see themselves whole, as images do in Gemma 3 and Gemma 4.
+    """Packed causal documents whose spans see themselves whole, as images do in Gemma 3.
 
     `blocks([5, 2], [(1, 3), (5, 7)])`:
 

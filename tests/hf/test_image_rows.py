@@ -10,6 +10,7 @@ from tools.vision import IMAGE, document, tiny_model
 from torch import Tensor
 
 from flashmask_hf import masks
+from flashmask_hf.hf.merge import supplied_mask
 
 GEMMA2 = dict(model_type="gemma2", sliding_window=3, layer_types=["sliding_attention", "full_attention"])
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -189,6 +190,22 @@ def test_rows_whose_images_another_attention_would_look_up_at_positions_are_refu
     row = row_of(documents) | indices_of(form, kind, documents)
     with pytest.raises((ValueError, RuntimeError), match=r"'eager' ignores them; load with 'flashmask'"):
         model(**row, use_cache=False)
+
+
+def test_compiled_rows_of_text_keep_their_window_in_a_model_of_images():
+    """Images in a window would need more columns, so these raise."""
+    row = torch.arange(8, dtype=torch.int32)
+    vectors = masks.causal_document([5, 3]).indices
+
+    def windowed(vectors: Tensor, first: Tensor) -> Tensor:
+        columns = [torch.full_like(row, 8), torch.full_like(row, 8), torch.zeros_like(row), first]
+        return supplied_mask(vectors, torch.stack(columns)[None, None], True, 2, None).mask.indices
+
+    compiled = torch.compile(windowed, backend="eager", fullgraph=True)
+    want = masks.causal_document([5, 3]) & masks.sliding_window(8, 2)
+    assert torch.equal(compiled(vectors, row), want.indices)
+    with pytest.raises(RuntimeError, match="hide tokens of a block"):
+        compiled(vectors, (row - 1).clamp(min=0))
 
 
 def qwen_row() -> tuple[Any, list[dict[str, Tensor]], dict[str, Tensor]]:

@@ -12,7 +12,6 @@ from tools.vision import tower_of
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 from transformers.models.auto import modeling_auto
-from transformers.utils import ModelOutput
 
 from flashmask_hf import masks
 from flashmask_hf.collators import RopeIndex
@@ -130,8 +129,8 @@ def _pixels(model: Any, generator: torch.Generator) -> Iterator[dict[str, Tensor
 
 def _count(features: Any, hidden: int) -> int:
     """Return how many tokens an image's features are, of whatever nesting."""
-    if isinstance(features, ModelOutput):
-        features = features.last_hidden_state if features.pooler_output is None else features.pooler_output
+    if isinstance(features, dict):  # a ModelOutput
+        features = features.get("pooler_output", features.get("last_hidden_state"))
     if isinstance(features, Tensor):
         return features.numel() // hidden
     return sum(_count(x, hidden) for x in features if x is not None)
