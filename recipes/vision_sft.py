@@ -6,8 +6,8 @@ Every flag of TRL's `SFTConfig`, `ModelConfig`, `ScriptArguments` and `DatasetMi
     accelerate launch --quiet recipes/vision_sft.py --config recipes/configs/vision_sft.yaml
 
 The dataset has `images` (or `image`) beside `messages`, or beside `prompt` and `completion`. Rows have `max_length`
-tokens with those of images; an example that is longer raises, since images are never cut. Other differences from
-`trl sft` are as in `sft.py`.
+tokens, of text and images. A longer example raises, since images are never cut. Other differences from `trl sft` are as
+in `sft.py`.
 """
 
 # pyright: reportPrivateImportUsage=false

@@ -50,7 +50,7 @@ class Conversations:
 
     Attributes:
         has_axes: whether tokens have positions along axes.
-        pixels: random patches or images, of which a batch reads the first ones that it needs.
+        pixels: random patches or images; each batch reads a slice.
     """
 
     def __init__(self, model: Any):
