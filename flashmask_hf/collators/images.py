@@ -26,7 +26,7 @@ def add_image_tokens(
     """Add token types, int64 [R, S], and positions along axes to packed rows.
 
     With images and a `rope_index`, positions become int64 [4, R, S]: depths, then the axes, of each path as of its
-    sequence alone. Answers to one prompt are text, whose positions count on, so the longest path of a tree has all.
+    sequence alone. Answers to one prompt are text, whose positions go on, so the longest path of a tree has all.
 
     Args:
         packed: keys of `PackedRows.indexed_batch`, changed in place.

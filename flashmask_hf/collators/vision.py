@@ -198,7 +198,7 @@ def _count_features(processor: Any, document: Document, token: int) -> int | Non
 
 
 def _join(key: str, documents: Sequence[Document]) -> Tensor:
-    """Join a key of pixels along the images of all documents, with padding where the model can tell it apart."""
+    """Join a key of pixels along the images of all documents, with padding where the model finds it."""
     values = [document[key] for document in documents]
     batched = key in ("pixel_values", "pixel_attention_mask") and _has_batch_axis(documents[0])
     largest = [max(sizes) for sizes in zip(*(value.shape for value in values), strict=True)]
