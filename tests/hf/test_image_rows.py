@@ -9,7 +9,7 @@ import torch
 from tools.vision import IMAGE, document, tiny_model
 from torch import Tensor
 
-from flashmask_hf import masks
+from flashmask_hf import FlashMask, masks
 from flashmask_hf.hf.merge import supplied_mask
 
 GEMMA2 = dict(model_type="gemma2", sliding_window=3, layer_types=["sliding_attention", "full_attention"])
@@ -206,6 +206,22 @@ def test_compiled_rows_of_text_keep_their_window_in_a_model_of_images():
     assert torch.equal(compiled(vectors, row), want.indices)
     with pytest.raises(RuntimeError, match="hide tokens of a block"):
         compiled(vectors, (row - 1).clamp(min=0))
+
+
+def test_a_mask_that_is_not_of_blocks_counts_as_padding_alone():
+    """It hides rows in the middle of a key."""
+    visible = masks.causal(8).to_dense()
+    visible[..., 3:5, 1] = False
+    documents = masks.causal_document([5, 3])
+
+    def joined() -> FlashMask:
+        hooked = FlashMask.from_dense(visible).bidirectional().indices.transpose(2, 3)
+        return supplied_mask(documents.indices, hooked, True, None, None).mask
+
+    assert torch.equal(joined().to_dense(8), documents.to_dense(8))
+    visible[..., 3, 4], visible[..., 6, 4] = True, False
+    with pytest.raises(RuntimeError, match="hide tokens of a block"):
+        joined()
 
 
 def qwen_row() -> tuple[Any, list[dict[str, Tensor]], dict[str, Tensor]]:
