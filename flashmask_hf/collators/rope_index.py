@@ -12,6 +12,9 @@ from torch import Tensor, nn
 _BATCH_KEYS = {"second_per_grids": "video_second_per_grid"}
 """Batch keys of arguments of `get_rope_index` that have another name."""
 
+_IMAGES = ("pixel_values", "image_", "target_sizes")
+"""Beginnings of the keys of images."""
+
 
 class RopeIndex:
     """Positions of a document's tokens along a model's axes (time, height, width), without the model's weights.
@@ -59,7 +62,8 @@ class RopeIndex:
 
         Args:
             document: the processor's output for one document: `input_ids`, `mm_token_type_ids`, int64 [1, n], and the
-                sizes of images and videos, such as `image_grid_thw`, int64 [images, 3].
+                sizes of images and videos, such as `image_grid_thw`, int64 [images, 3]. Without videos, the types may
+                be missing.
 
         Raises:
             ValueError: the document has images, and not all inputs that the model needs; or a position is fractional.
@@ -70,8 +74,12 @@ class RopeIndex:
             value = document.get(_BATCH_KEYS.get(name, name))
             if value is not None:
                 given[name] = value
-            elif name == "mm_token_type_ids" and not any(key.startswith("pixel_values") for key in document):
-                given[name] = torch.zeros_like(input_ids)
+            elif name == "mm_token_type_ids" and not any("video" in key for key in document):
+                # As processors mark images. Frames of a video may have the image's token, with another type.
+                token = getattr(self._model.config, "image_token_id", None)
+                types = torch.zeros_like(input_ids) if token is None else (input_ids == token).long()
+                if types.any() or not any(key.startswith(_IMAGES) for key in document):
+                    given[name] = types
         try:
             axes = self._model.get_rope_index(**given)[0]
         except (TypeError, StopIteration) as error:  # types or sizes of images are missing

@@ -25,7 +25,7 @@ _PIXELS = (
     "spatial_shapes", "target_sizes", "pixel_values_videos", "video_grid_thw", "video_position_ids",
     "second_per_grid_ts", "video_second_per_grid", "target_sizes_videos",
 )  # fmt: skip
-"""Keys with an entry per image, tile, patch or video along axis 0."""
+"""Keys with an entry per image, tile, patch or video."""
 
 _SIZES = ("image_sizes", "pixel_attention_mask", "spatial_shapes")
 """Keys that tell a model which pixels are padding."""
@@ -200,17 +200,22 @@ def _count_features(processor: Any, document: Document, token: int) -> int | Non
 def _join(key: str, documents: Sequence[Document]) -> Tensor:
     """Join a key of pixels along the images of all documents, with padding where the model finds it."""
     values = [document[key] for document in documents]
-    batched = key in ("pixel_values", "pixel_attention_mask") and _has_batch_axis(documents[0])
+    axis = _axis_of_images(key, documents)
     largest = [max(sizes) for sizes in zip(*(value.shape for value in values), strict=True)]
-    shapes = sorted({tuple(value.shape[1 + batched :]) for value in values})
+    shapes = sorted({(*value.shape[:axis], *value.shape[axis + 1 :]) for value in values})
     if len(shapes) > 1 and not any(size in documents[0] for size in _SIZES):
         raise ValueError(f"{key} must have one shape per image, got {shapes}. Set one size in the image processor.")
-    return torch.cat([_pad(value, largest, batched) for value in values], int(batched))
+    return torch.cat([_pad(value, largest, axis) for value in values], axis)
 
 
-def _has_batch_axis(document: Document) -> bool:
-    """Return whether pixels are [1, images, C, H, W] (Idefics, SmolVLM) and not [images, tiles, C, H, W]."""
-    return document["pixel_values"].dim() == 5 and "image_sizes" not in document
+def _axis_of_images(key: str, documents: Sequence[Document]) -> int:
+    """Return the axis of a key of pixels along which the documents' images are."""
+    if key.startswith("pixel_values") and key.replace("pixel_values", "target_sizes") in documents[0]:
+        return 3  # [1, C, patch, patches] of MiniCPM-V
+    if key in ("pixel_values", "pixel_attention_mask") and "pixel_attention_mask" in documents[0]:
+        # [1, images, C, H, W] of Idefics and SmolVLM, but not [images, tiles, C, H, W].
+        return int(all(own["pixel_values"].dim() == 5 and len(own["pixel_values"]) == 1 for own in documents))
+    return 0
 
 
 def _pad(value: Tensor, shape: Sequence[int], axis: int) -> Tensor:

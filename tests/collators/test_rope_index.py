@@ -84,6 +84,21 @@ def test_what_cannot_be_served_raises():
         RopeIndex.of(llama)
     model = model_of("qwen2_5_vl")
     document = document_of("qwen2_5_vl", model, [(2, 2)])
-    for missing in ("mm_token_type_ids", "image_grid_thw"):
+    del document["pixel_values"]  # trainers of preferences give sizes alone
+    wrong = [
+        {name: x for name, x in document.items() if name != "image_grid_thw"},
+        {"input_ids": document["input_ids"], "video_grid_thw": document["image_grid_thw"]},
+        {"input_ids": torch.tensor([[5, 6]]), "image_grid_thw": document["image_grid_thw"]},
+    ]
+    for given in wrong:
         with pytest.raises(ValueError, match=r"Qwen2_5_VLModel finds no positions .* Use its own processor"):
-            RopeIndex.of(model)({name: x for name, x in document.items() if name != missing})
+            RopeIndex.of(model)(given)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "hunyuan_vl"])
+def test_types_of_images_are_found_where_the_processor_gives_none(family):
+    """Also without pixels: trainers of preferences give sizes alone."""
+    model = model_of(family)
+    document = document_of(family, model, [(2, 2), (2, 4)])
+    given = {name: document[name] for name in ("input_ids", "image_grid_thw")}
+    assert torch.equal(RopeIndex.of(model)(given), RopeIndex.of(model)(document))

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -202,6 +203,35 @@ def test_pixels_are_padded_to_the_largest_image():
     want = train(stock, [alone([copy.copy(own)]) for own in examples])
     got = train(ours, [collator(examples)])
     assert (got[1] - want[1]).abs().max() < 1e-13
+
+
+TILES = torch.arange(8.0).view(2, 4, 1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("pixels", "joined"),
+    {
+        # PerceptionLM: [images, tiles, C, H, W]
+        "tiles": ({"pixel_values": TILES}, torch.cat([TILES, TILES])),
+        # Idefics: [1, images, C, H, W]
+        "images of a batch": (
+            {"pixel_values": TILES[:1], "pixel_attention_mask": torch.ones(1, 4, 1, 1)},
+            torch.cat([TILES[:1], TILES[:1]], 1),
+        ),
+        # MiniCPM-V: [1, C, patch, patches]
+        "patches": (
+            {"pixel_values": TILES.view(1, 2, 1, 4), "target_sizes": torch.tensor([[2, 2]])},
+            torch.cat([TILES.view(1, 2, 1, 4)] * 2, -1),
+        ),
+    }.values(),
+    ids=["tiles", "images of a batch", "patches"],
+)
+def test_pixels_are_joined_along_images(pixels, joined):
+    processor = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=0))
+    collator = DataCollatorForPackedVisionLanguageModeling(processor, collator=lambda given: given[0]["document"])
+    ids = torch.arange(6, 10)[None]
+    example = {"document": {"input_ids": ids, "labels": ids} | pixels}
+    assert torch.equal(collator([example, example])["pixel_values"], joined)
 
 
 def _with(key, value):
