@@ -201,7 +201,7 @@ def test_adapters_checkpointing_hidden_states_and_logits_to_keep():
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin:UserWarning")  # torch 2.11
-@pytest.mark.parametrize("whole", [False, True], ids=["layers", "model"])
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.full)], ids=["layers", "model"])
 def test_compiled(whole):
     shared, stock = shared_pair()
     for part in [shared] if whole else shared.model.layers:
