@@ -52,7 +52,10 @@ class ExampleLengths:
                 f"{type(self._processor).__name__} has no image_token, so lengths are unknown; set dataset_kwargs="
                 "{'skip_prepare_dataset': True}, and a row is one batch of examples"
             )
-        self._counts: dict[tuple[int, int], int] = {}
+        self._counts: dict[tuple[int, int, bool], int] = {}
+        # LLaVA-OneVision cuts an image into tiles only where it is alone, so it returns numbers of images.
+        reads = getattr(getattr(self._processor, "image_processor", None), "model_input_names", ())
+        self._needs_images = "batch_num_images" in reads
         probes = _PROBES if hasattr(self._processor, "_get_num_multimodal_tokens") else ()
         around = {self._processed(size) - self._estimated(size) for size in probes}
         self._around = around.pop() if len(around) == 1 else None
@@ -60,7 +63,8 @@ class ExampleLengths:
     def __call__(self, example: Mapping[str, Any]) -> tuple[int, int]:
         """Return the numbers of tokens and of image tokens of an example."""
         texts, images = self._read(example)
-        counts = [self._count(_size_of(image)) for image in images]
+        is_alone = len(images) == 1 or not self._needs_images
+        counts = [self._count(*_size_of(image), is_alone) for image in images]
         replaced = self._text_tokens([self._mark] * sum(text.count(self._mark) for text in texts))
         return self._text_tokens(texts) - replaced + sum(counts), sum(counts)
 
@@ -94,22 +98,24 @@ class ExampleLengths:
     def _text_tokens(self, texts: Sequence[str]) -> int:
         return sum(map(len, self._processor.tokenizer(texts, add_special_tokens=False)["input_ids"])) if texts else 0
 
-    def _count(self, size: tuple[int, int]) -> int:
-        """Return the number of tokens that replace the placeholder of an image of a height and width."""
-        if size not in self._counts:
-            known = self._around is not None
-            self._counts[size] = self._estimated(size) + self._around if known else self._processed(size)
-        return self._counts[size]
+    def _count(self, height: int, width: int, is_alone: bool) -> int:
+        """Return the number of tokens that replace the placeholder of an image, alone or beside another."""
+        size, key = (height, width), (height, width, is_alone)
+        if key not in self._counts:
+            known = is_alone and self._around is not None
+            self._counts[key] = self._estimated(size) + self._around if known else self._processed(size, 2 - is_alone)
+        return self._counts[key]
 
     def _estimated(self, size: tuple[int, int]) -> int:
         return self._processor._get_num_multimodal_tokens(image_sizes=[size])["num_image_tokens"][0]
 
-    def _processed(self, size: tuple[int, int]) -> int:
+    def _processed(self, size: tuple[int, int], images: int = 1) -> int:
         from PIL import Image
 
-        blank = Image.new("RGB", size[::-1], "white")
-        batch = self._processor(images=[[blank]], text=[self._mark], return_tensors="pt", add_special_tokens=False)
-        return batch["input_ids"].shape[1]
+        blanks = [Image.new("RGB", size[::-1], "white")] * images
+        text = self._mark * images
+        batch = self._processor(images=[blanks], text=[text], return_tensors="pt", add_special_tokens=False)
+        return batch["input_ids"].shape[1] // images
 
 
 def _size_of(image: Any) -> tuple[int, int]:

@@ -100,6 +100,7 @@ _PREFIXES = {
     "internvl": "InternVL",
     "paligemma": "PaliGemma",
     "llava_next": "LlavaNext",
+    "llava_onevision": "LlavaOnevision",
     "pixtral": "Llava",
 }
 """Prefixes of class names that are not the capitalized kind."""
@@ -231,6 +232,11 @@ _PROCESSORS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             image_grid_pinpoints=_CONFIGS["llava_next"]["image_grid_pinpoints"],
         ),
         dict(patch_size=4, vision_feature_select_strategy="default", num_additional_image_tokens=1),
+    ),
+    "llava_onevision": (
+        "LlavaOnevision",
+        dict(size=_SIDE, image_grid_pinpoints=_CONFIGS["llava_next"]["image_grid_pinpoints"]),
+        dict(num_image_tokens=4, vision_feature_select_strategy="full"),
     ),
     "internvl": (
         "GotOcr2",

@@ -47,6 +47,14 @@ def test_lengths_equal_the_collators(kind):
     assert bool(processed.call_count) == (kind in ("smolvlm", "idefics3"))
 
 
+def test_tiles_of_an_image_alone_are_not_counted_for_several():
+    collator = DataCollatorForVisionLanguageModeling(tiny_processor("llava_onevision"))
+    lengths = ExampleLengths(collator)
+    for count in (1, 2, 3):
+        example = {"text": "w6 " + "<image> " * count, "images": [picture(2, 2)] * count}
+        assert lengths(example)[0] == collator([dict(example)])["input_ids"].shape[1] == 1 + count * (5, 24)[count == 1]
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("column", ["image", "images"])
 def test_examples_have_each_of_trls_forms(form, column):
