@@ -50,7 +50,7 @@ def run_tower_in_every_call(model: Any, processor: Any) -> None:
         inputs["pixel_values"] = inputs["pixel_values"].to(embeddings.dtype)
         output = core.get_image_features(**inputs)
         for features in _tensors([output.get(name) for name in _FEATURES]):
-            embeddings = embeddings + 0 * features.flatten()[0].to(embeddings)
+            embeddings = embeddings + 0 * features.flatten()[0].to(embeddings).nan_to_num()
         return args, kwargs | {"inputs_embeds": embeddings}
 
     core.register_forward_pre_hook(look_for_images, with_kwargs=True)
