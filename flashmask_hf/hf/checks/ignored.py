@@ -171,7 +171,8 @@ def _reaches_every_layer(call: Call) -> Verdict | None:
         return None
     if not state.is_probed and (not call.supplied or is_compiled(call.model)):
         return None  # where no layer received them, the rule before looks at what they hide
-    layers = call.config.get_text_config().num_hidden_layers
+    config = call.config.get_text_config()
+    layers = getattr(config, "decoder_layers", config.num_hidden_layers)  # BART's decoder alone
     state.is_counted = call.supplied >= layers or is_guarded(call.model)  # recurrent layers do not count
     return state.is_counted, (
         f"{call.name} gave the packed row's mask to {call.supplied} of its {layers} layers; in the others documents or "
