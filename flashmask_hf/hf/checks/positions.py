@@ -130,7 +130,7 @@ def _are_images_along_axes(call: Call) -> Verdict | None:
     "documents that start at position 1, from which PaliGemma counts",
     "position_ids",
     ours=True,
-    where=lambda call: call.config.model_type == "paligemma",
+    where=lambda call: getattr(call.config, "model_type", "") == "paligemma",
 )
 def _start_at_zero(call: Call) -> Verdict | None:
     positions, real = call.tensor("position_ids", 2), call.padding
