@@ -77,6 +77,21 @@ def _has_no_cross_attention(call: Call) -> Verdict:
     )
 
 
+@rule(
+    CHECKS,
+    "images in a tower that pools them by a mask (SigLIP 2)",
+    "pixel_attention_mask",
+    ours=True,
+    config="vision_use_head",
+    error=NotImplementedError,
+)
+def _pools_no_images(call: Call) -> Verdict:
+    return False, (
+        f"{call.name} pools images in a layer that does not take masks of {call.implementation!r}; set "
+        "vision_use_head=False, or load with {'text_config': 'flashmask', 'vision_config': 'sdpa'}"
+    )
+
+
 @rule(CHECKS, "`seq_idx` that marks documents which `position_ids` do not mark", "seq_idx", ours=True)
 def _numbers_fit_positions(call: Call) -> Verdict | None:
     numbers = call.tensor("seq_idx", 2)

@@ -20,6 +20,8 @@ from transformers import (
     EsmConfig,
     MllamaTextConfig,
     MllamaTextModel,
+    Siglip2VisionConfig,
+    Siglip2VisionModel,
 )
 
 from flashmask_hf import masks
@@ -180,6 +182,21 @@ def test_activated_lora_takes_one_document_a_row():
     ):
         with pytest.raises(RuntimeError, match="PEFT looks for alora_invocation_tokens once per row"):
             check_adapters(several)
+
+
+def test_towers_that_pool_images_are_refused():
+    """The layer that pools takes dense masks of numbers alone (LFM2-VL's config sets it, and ignores its result)."""
+    pixels = {"pixel_values": torch.ones(1, 4, 12), "spatial_shapes": torch.tensor([[1, 2]])}
+    pixels["pixel_attention_mask"] = torch.tensor([[1, 1, 0, 0]])
+    sizes = dict(hidden_size=32, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    for pools in (False, True):
+        config = Siglip2VisionConfig(**sizes, num_patches=4, patch_size=2, vision_use_head=pools)
+        model = Siglip2VisionModel._from_config(config, attn_implementation="flashmask")
+        if pools:
+            with pytest.raises(NotImplementedError, match=r"pools images in a layer .* set vision_use_head=False, or"):
+                model(**pixels)
+        else:
+            assert model(**pixels).last_hidden_state.isfinite().all()
 
 
 def test_images_of_cross_attention_are_refused():
