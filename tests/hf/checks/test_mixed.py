@@ -128,7 +128,7 @@ def test_heads_that_read_every_token_take_several_documents():
 def check_scales(positions, mask=None, **fields):
     """Run the checks of Llama 4 on a call with a config of these fields."""
     model = torch.nn.Module()
-    model.config = SimpleNamespace(_attn_implementation="flashmask", **fields)
+    model.config = SimpleNamespace(_attn_implementation="flashmask", model_type="llama4_text", **fields)
     run_check("documents of Llama 4", model, input_ids=positions, position_ids=positions, attention_mask=mask)
 
 
