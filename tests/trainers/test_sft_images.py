@@ -268,6 +268,16 @@ def test_a_tower_that_overflows_changes_no_text():
     assert torch.equal(model(**text).logits, logits)
 
 
+def test_generation_runs_the_tower_once():
+    model, text = tiny_model("llava", dtype=torch.float32).eval(), {"input_ids": torch.tensor([[5, 6, 7]])}
+    tokens = model.generate(**text, max_new_tokens=3, do_sample=False)
+    run_tower_in_every_call(model, tiny_processor("llava"))
+    runs: list[Any] = []
+    model.model.vision_tower.register_forward_hook(lambda *call: runs.append(call))
+    assert torch.equal(model.generate(**text, max_new_tokens=3, do_sample=False), tokens)
+    assert len(runs) == 1
+
+
 @pytest.fixture(scope="module")
 def found():
     return run_cases("tools.vision_cases", (1, 2))
