@@ -46,7 +46,7 @@ class ExampleLengths:
 
     def __init__(self, collator: Any):
         self._collator, self._processor = collator, collator.processor
-        self._mark = getattr(self._processor, "image_token", None)
+        self._mark: Any = getattr(self._processor, "image_token", None)
         if self._mark is None:
             raise ValueError(
                 f"{type(self._processor).__name__} has no image_token, so lengths are unknown; set dataset_kwargs="
