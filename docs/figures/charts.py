@@ -414,6 +414,8 @@ CALLS = (
     "causal_document([10, 14, 8])",
     "document([10, 14, 8])",
     "blocks([18, 14], [(3, 9), (12, 16), (18, 24)])",
+    "block_causal([18, 14], 4)",
+    "block_diffusion([10, 6], 4)",
     "share_question([(8, [4, 6]), (5, [3, 3, 3])])",
     "tree([(6, [(4, [5, 3]), (3, [6, 5])])])",
     "full(32)",

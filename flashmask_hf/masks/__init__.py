@@ -1,7 +1,8 @@
 """The gallery: one constructor per mask family (FlashMask, ICLR 2025, section 2.1), and two that read other layouts.
 
-Every function returns a `FlashMask` with `q_len` set. In the drawings, query rows run from 0 down, columns are keys,
-`1` is visible and `.` hidden. Lengths, windows and positions count tokens. Arguments with one meaning in every family:
+Every function but `block_diffusion_order` returns a `FlashMask` with `q_len` set. In the drawings, query rows run from
+0 down, columns are keys, `1` is visible and `.` hidden. Lengths, windows and positions count tokens. Arguments with one
+meaning in every family:
 
 * `documents`: lengths. A list is one packed row; a list of lists is a batch. An int tensor or array has shape
   [documents] or [B, documents], and its rows may end in zeros. A mask of one packed row has B = 1 and serves any batch.
@@ -16,6 +17,7 @@ They raise TypeError for a number that is not an int and a `causal` that is not 
 document of less than one token, a packed row longer than `kv_len`, or `q_len` outside 1..kv_len.
 """
 
+from flashmask_hf.masks.diffusion import block_causal, block_diffusion, block_diffusion_order
 from flashmask_hf.masks.documents import (
     blocks,
     causal_blockwise,
@@ -37,6 +39,9 @@ from flashmask_hf.masks.windows import (
 
 __all__ = [
     "Node",
+    "block_causal",
+    "block_diffusion",
+    "block_diffusion_order",
     "blocks",
     "causal",
     "causal_blockwise",

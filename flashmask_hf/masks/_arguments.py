@@ -13,6 +13,9 @@ from flashmask_hf._numbers import as_integer, as_length, check_tensor
 Device: TypeAlias = torch.device | str | None
 """Device to build a mask on, or None."""
 
+Lengths: TypeAlias = Sequence[int] | Sequence[Sequence[int]] | Tensor
+"""As `documents` in `flashmask_hf.masks`."""
+
 
 def device_of(device: Device, value: Any) -> Device:
     """Return `device`, or if it is None the device of `value`; None if that is no tensor."""
@@ -80,3 +83,20 @@ def key_count(name: str, lengths: list[list[int]], kv_len: int | None) -> int:
             row = name if len(totals) == 1 else f"{name}[{b}]"
             raise ValueError(f"{row} holds {total} tokens, more than kv_len = {kv_len}; raise kv_len or move documents")
     return kv_len
+
+
+def batch_lengths(name: str, value: Any, kv_len: int | None) -> tuple[list[list[int]], int]:
+    """Return the lengths per packed row from an argument in the forms of `documents`, and the number of keys."""
+    value = from_array(value)
+    if isinstance(value, Tensor):
+        ragged = value.dim() == 2
+        value = check_tensor(name, value, "an integer", "[documents]", "[B, documents]").tolist()
+        for row in value if ragged else []:
+            while row and row[-1] == 0:
+                row.pop()
+    why = "leave out what has no token"
+    lengths = [
+        [as_integer(f"{path}[{k}]", length, 1, why=why) for k, length in enumerate(row)]
+        for path, row in batch_rows(name, value, (list, tuple))
+    ]
+    return lengths, key_count(name, lengths, kv_len)

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from flashmask_hf._numbers import as_integer, check_bool, check_tensor
+from flashmask_hf._numbers import as_integer, check_bool
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.masks._arguments import (
     Device,
+    Lengths,
     batch_integers,
+    batch_lengths,
     batch_rows,
     device_of,
-    from_array,
     key_count,
 )
 from flashmask_hf.masks._columns import document_spans, key_positions, make_mask, per_row, per_token
-
-Lengths: TypeAlias = Sequence[int] | Sequence[Sequence[int]] | Tensor
-"""As `documents` in `flashmask_hf.masks`."""
 
 
 def causal_document(
@@ -48,7 +46,7 @@ def causal_document(
         <BLANKLINE>
                 [[2, 2, 4, 4, 0, 0]]], dtype=torch.int32)
     """
-    _, end = document_spans(*_batch_lengths("documents", documents, kv_len))
+    _, end = document_spans(*batch_lengths("documents", documents, kv_len))
     return make_mask(end, causal=True, q_len=q_len, device=device_of(device, documents))
 
 
@@ -74,7 +72,7 @@ def document(
         tensor([[3, 3, 3, 5, 5, 6],
                 [0, 0, 0, 3, 3, 5]], dtype=torch.int32)
     """
-    start, end = document_spans(*_batch_lengths("documents", documents, kv_len))
+    start, end = document_spans(*batch_lengths("documents", documents, kv_len))
     return make_mask(end, start, causal=False, q_len=q_len, device=device_of(device, documents))
 
 
@@ -115,7 +113,7 @@ def blocks(
         tensor([[5, 5, 5, 5, 5, 7, 7],
                 [0, 1, 1, 3, 4, 5, 5]], dtype=torch.int32)
     """
-    rows, kv_len = _batch_lengths("lengths", lengths, kv_len)
+    rows, kv_len = batch_lengths("lengths", lengths, kv_len)
     batch = batch_rows("spans", spans, list, empty=True)
     if len(batch) != len(rows):
         raise ValueError(f"spans has {len(batch)} rows, but lengths has {len(rows)}; give a list of spans per row")
@@ -156,7 +154,7 @@ def causal_blockwise(
         tensor([[2, 2, 4, 4, 4, 4],
                 [4, 4, 4, 4, 4, 4]], dtype=torch.int32)
     """
-    lengths, kv_len = _batch_lengths("block_lengths", block_lengths, kv_len)
+    lengths, kv_len = batch_lengths("block_lengths", block_lengths, kv_len)
     _, end = document_spans(lengths, kv_len)
     last = [[sum(row[:-1])] * len(row) for row in lengths]
     test_start = per_token(last, lengths, kv_len, padding=kv_len)
@@ -217,23 +215,6 @@ def padding(
     end = (first + count).expand_as(is_padding).masked_fill(is_padding, 0)
     columns = [end] if causal else [end, first.expand_as(end)]
     return make_mask(*columns, causal=causal, q_len=q_len, device=device_of(device, lengths))
-
-
-def _batch_lengths(name: str, value: Any, kv_len: int | None) -> tuple[list[list[int]], int]:
-    """Return the lengths per packed row from an argument in the forms of `documents`, and the number of keys."""
-    value = from_array(value)
-    if isinstance(value, Tensor):
-        ragged = value.dim() == 2
-        value = check_tensor(name, value, "an integer", "[documents]", "[B, documents]").tolist()
-        for row in value if ragged else []:
-            while row and row[-1] == 0:
-                row.pop()
-    why = "leave out what has no token"
-    lengths = [
-        [as_integer(f"{path}[{k}]", length, 1, why=why) for k, length in enumerate(row)]
-        for path, row in batch_rows(name, value, (list, tuple))
-    ]
-    return lengths, key_count(name, lengths, kv_len)
 
 
 def _parts(path: str, spans: Sequence[Any], lengths: list[int]) -> tuple[list[int], list[int]]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tools import support
+from tools.block_diffusion import mirrored, sees_in_block_diffusion
 
 from flashmask_hf import FlashMask, masks
 from flashmask_hf.tiles import HIDDEN, PARTIAL, VISIBLE, classify_tiles
@@ -102,7 +104,13 @@ def sees_document_and_own_span(lengths: list[int], spans: list[tuple[int, int]],
     return same_document(lengths, i, j) and (j <= i or together)
 
 
+def sees_own_block_and_those_before(lengths: list[int], size: int, i: int, j: int) -> bool:
+    start = sum(lengths[: owner(lengths, i)])
+    return same_document(lengths, i, j) and (j - start) // size <= (i - start) // size
+
+
 DOCUMENTS = [[5, 3, 8], [1, 7], [4, 9, 1, 2]]
+NOISED = [[4, 2], [5, 1], [7]]
 ANSWERS = [[(4, [3, 2]), (1, [1, 1, 2])], [(7, [5])], [(2, [1, 4, 1]), (3, [3])]]
 FOREST = [[(2, [(1, [3, (1, [1, 2])]), 2]), 3], [5], [(1, [(1, [(1, [(1, [1])])])]), (4, [1, 1])]]
 PREFIXED = [[(2, 6), (0, 3), (5, 5)], [(1, 9)], [(3, 3), (1, 1), (2, 11)]]
@@ -165,6 +173,36 @@ FAMILIES = [
         lambda **k: masks.blocks(DOCUMENTS, SPANS, kv_len=17, **k),
         17,
         lambda b, i, j: sees_document_and_own_span(DOCUMENTS[b], SPANS[b], i, j),
+        (False, 2),
+        batch=3,
+    ),
+    Family(
+        "block_causal",
+        lambda **k: masks.block_causal(DOCUMENTS[0], 3, **k),
+        16,
+        lambda b, i, j: sees_own_block_and_those_before(DOCUMENTS[0], 3, i, j),
+        (False, 2),
+    ),
+    Family(
+        "block_causal batch",
+        lambda **k: masks.block_causal(DOCUMENTS, 2, kv_len=17, **k),
+        17,
+        lambda b, i, j: sees_own_block_and_those_before(DOCUMENTS[b], 2, i, j),
+        (False, 2),
+        batch=3,
+    ),
+    Family(
+        "block_diffusion",
+        lambda **k: masks.block_diffusion(DOCUMENTS[1], 2, **k),
+        16,
+        lambda b, i, j: sees_in_block_diffusion(mirrored(DOCUMENTS[1], 2), i, j),
+        (False, 2),
+    ),
+    Family(
+        "block_diffusion batch",
+        lambda **k: masks.block_diffusion(NOISED, 3, 2, kv_len=22, **k),
+        22,
+        lambda b, i, j: sees_in_block_diffusion(mirrored(NOISED[b], 3, 2), i, j),
         (False, 2),
         batch=3,
     ),
@@ -335,7 +373,7 @@ def test_family_is_built_on_the_cpu_and_moved_to_the_device_asked_for(family):
 def test_every_family_is_covered():
     covered = {family.name.split()[0] for family in FAMILIES} | {"qk_sparse", "hash_sparse"}  # see test_sorted.py
     other_ways = {"from_cu_seqlens", "from_position_ids"}  # to write causal_document and document: test_packed.py
-    assert covered == support.FAMILIES.keys() == set(masks.__all__) - {"Node"} - other_ways
+    assert covered == support.FAMILIES.keys() == set(masks.__all__) - {"Node", "block_diffusion_order"} - other_ways
 
 
 @pytest.mark.parametrize("q_len", [1, 8, 9, 14])
@@ -428,6 +466,8 @@ def test_families_agree_where_one_is_a_case_of_another():
         (masks.causal_blockwise([9]), masks.causal(9)),
         (masks.blocks([5, 4], []), masks.causal_document([5, 4])),
         (masks.blocks([5, 4], [(0, 5), (5, 9)]), masks.document([5, 4])),
+        (masks.block_causal([5, 4], 1), masks.causal_document([5, 4])),
+        (masks.block_causal([5, 3], 2), masks.blocks([5, 3], [(0, 2), (2, 4), (4, 5), (5, 7), (7, 8)])),
         (masks.global_sliding_window(9, 0, 3, causal=True), masks.sliding_window(9, 3)),
         (masks.random_eviction(9, evict_from=torch.full((1, 1, 9), 9)), masks.causal(9)),
     ]
@@ -444,7 +484,8 @@ def blocks_of_first_tokens(lengths) -> FlashMask:
 def test_lengths_may_be_integer_tensors(dtype):
     rows = [[3, 2, 1], [2, 2]]
     padded = torch.tensor([[3, 2, 1], [2, 2, 0]], dtype=dtype)
-    for build in (masks.causal_document, masks.document, masks.causal_blockwise, blocks_of_first_tokens):
+    of_two = [partial(build, block_size=2) for build in (masks.block_causal, masks.block_diffusion)]
+    for build in (masks.causal_document, masks.document, masks.causal_blockwise, blocks_of_first_tokens, *of_two):
         assert torch.equal(build(padded).indices, build(rows).indices)
         assert torch.equal(build(padded[0]).indices, build(rows[0]).indices)
     assert torch.equal(masks.padding(padded[0]).indices, masks.padding([3, 2, 1]).indices)
@@ -458,11 +499,23 @@ def test_lengths_may_be_integer_tensors(dtype):
         masks.document,
         masks.causal_blockwise,
         lambda lengths: masks.blocks(lengths, []),
+        lambda lengths: masks.block_causal(lengths, 2),
+        lambda lengths: masks.block_diffusion(lengths, 2),
         masks.padding,
         masks.from_cu_seqlens,
         lambda lengths: masks.prefix_lm_causal(5, lengths),
     ],
-    ids=["causal_document", "document", "causal_blockwise", "blocks", "padding", "from_cu_seqlens", "prefix_lm_causal"],
+    ids=[
+        "causal_document",
+        "document",
+        "causal_blockwise",
+        "blocks",
+        "block_causal",
+        "block_diffusion",
+        "padding",
+        "from_cu_seqlens",
+        "prefix_lm_causal",
+    ],
 )
 def test_masks_of_lengths_live_where_the_lengths_do(build, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "tolist", lambda lengths: [0, 3] if build is masks.from_cu_seqlens else [3])

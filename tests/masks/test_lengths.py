@@ -21,6 +21,12 @@ def test_a_window_of_any_size_hides_no_key(window: int, causal: bool) -> None:
     assert torch.equal(masks.global_sliding_window(6, 1, window, causal=causal).to_dense(), expected)
 
 
+@pytest.mark.parametrize("size", [6, *MORE_THAN_INT32])
+def test_a_block_of_any_size_is_a_whole_document(size: int) -> None:
+    assert torch.equal(masks.block_causal([6, 2], size).indices, masks.document([6, 2]).indices)
+    assert torch.equal(masks.block_diffusion([6, 2], size).indices, masks.document([6, 6, 2, 2]).indices)
+
+
 @pytest.mark.parametrize("length", MORE_THAN_INT32)
 @pytest.mark.parametrize(
     ("name", "build"),
@@ -40,6 +46,7 @@ def test_a_window_of_any_size_hides_no_key(window: int, causal: bool) -> None:
         ("kv_len", lambda n: masks.from_cu_seqlens([0, 3], kv_len=n)),
         ("the number of tokens in documents", lambda n: masks.document([1, n])),
         ("the number of tokens in lengths", lambda n: masks.blocks([1, n], [(0, n)])),
+        ("the number of tokens in lengths", lambda n: masks.block_diffusion([3], 2, n)),
         ("the number of tokens in documents", lambda n: masks.tree([(1, [n, n])])),
         ("the number of tokens in documents", lambda n: masks.prefix_lm_document([(1, n)])),
         ("the number of tokens in lengths", lambda n: masks.padding([n])),
@@ -68,6 +75,8 @@ def test_symbolic_lengths_compile_once() -> None:
         "prefix_lm_document": lambda n: masks.prefix_lm_document([(2, n)]),
         "causal_document": lambda n: masks.causal_document([3, n - 3]),
         "blocks": lambda n: masks.blocks([3, n - 3], [(1, 3), (4, n - 2)]),
+        "block_causal": lambda n: masks.block_causal([3, n - 3], n // 4),
+        "block_diffusion": lambda n: masks.block_diffusion([3, n - 3], n // 4, 2, q_len=n),
         "document": lambda n: masks.document([3, 4], kv_len=n),
         "from_cu_seqlens": lambda n: masks.from_cu_seqlens([0, 3, n]),
         "causal_blockwise": lambda n: masks.causal_blockwise([2, 2, n - 4]),
@@ -76,7 +85,8 @@ def test_symbolic_lengths_compile_once() -> None:
         "share_question": lambda n: masks.share_question([(2, [2, n - 4])]),
         "random_eviction": masks.random_eviction,
     }
-    assert families.keys() | {"Node", "qk_sparse", "hash_sparse", "from_position_ids"} == set(masks.__all__)
+    others = {"Node", "block_diffusion_order", "qk_sparse", "hash_sparse", "from_position_ids"}
+    assert families.keys() | others == set(masks.__all__)
     counter = CompileCounter()
 
     @torch.compile(fullgraph=True, backend=counter, dynamic=True)

@@ -346,6 +346,10 @@ FAMILIES: dict[str, Callable[[int, int], FlashMask]] = {
     "causal_document": lambda n, m: masks.causal_document(_lengths(n, 4), q_len=m),
     "document": lambda n, m: masks.document(_lengths(n, 4), q_len=m),
     "blocks": lambda n, m: masks.blocks(_lengths(n, 3), _spans(_lengths(n, 3)), q_len=m),
+    "block_causal": lambda n, m: masks.block_causal(_lengths(n, 3), max(1, n // 9), q_len=m),
+    "block_diffusion": lambda n, m: (
+        masks.block_diffusion(_lengths(n // 2, 3), max(1, n // 17), kv_len=n, q_len=m) if n > 1 else masks.tree([1])
+    ),
     "share_question": lambda n, m: masks.share_question(_answers(n), q_len=m) if n > 1 else masks.tree([1]),
     "global_sliding_window": lambda n, m: masks.global_sliding_window(n, max(1, n // 16), max(1, n // 5), q_len=m),
     "causal_blockwise": lambda n, m: masks.causal_blockwise(_lengths(n, 4), q_len=m),
@@ -361,7 +365,16 @@ FAMILIES: dict[str, Callable[[int, int], FlashMask]] = {
 }
 """Constructors of one mask per family from (kv_len, q_len), for batches of 2 with HEADS and KV_HEADS heads."""
 
-REPEATED = ("causal", "document", "share_question", "prefix_lm_causal", "qk_sparse", "tree")
+REPEATED = (
+    "causal",
+    "document",
+    "block_causal",
+    "block_diffusion",
+    "share_question",
+    "prefix_lm_causal",
+    "qk_sparse",
+    "tree",
+)
 """Families whose masks have the form and the kinds of tiles of another's, so that kernels run the same code."""
 
 EACH_FAMILY = [

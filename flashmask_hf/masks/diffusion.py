@@ -1,0 +1,211 @@
+"""Masks of block diffusion language models: noisy blocks beside their clean document, and block-causal documents.
+
+The mask of training is from Block Diffusion (BD3LM, ICLR 2025, https://arxiv.org/abs/2503.09573). The order of the
+paper, the noisy half and then the clean half, needs more than two hidden intervals per key as soon as documents are
+packed. In mirrored order all rows that see a key are neighbours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashmask_hf._numbers import as_integer
+from flashmask_hf.mask import FlashMask
+from flashmask_hf.masks._arguments import Device, Lengths, batch_lengths, device_of, key_count
+from flashmask_hf.masks._columns import document_spans, key_positions, make_mask
+
+
+def block_causal(
+    lengths: Lengths,
+    block_size: int,
+    *,
+    kv_len: int | None = None,
+    q_len: int | None = None,
+    device: Device = None,
+) -> FlashMask:
+    """Packed documents in blocks: each token sees its own block whole, and the blocks before it.
+
+    `block_causal([5, 3], 2)`:
+
+        1 1 . . . . . .
+        1 1 . . . . . .
+        1 1 1 1 . . . .
+        1 1 1 1 . . . .
+        1 1 1 1 1 . . .
+        . . . . . 1 1 .
+        . . . . . 1 1 .
+        . . . . . 1 1 1
+
+    Args:
+        lengths: as `documents`.
+        block_size: tokens per block, at least 1. Blocks start at the start of a document, whose last block may be
+            shorter.
+
+    Returns:
+        FlashMask: indices [B, 1, kv_len, 2], not causal.
+
+    Raises:
+        TypeError: `block_size` is not an int.
+        ValueError: `block_size` is less than 1.
+
+    Example:
+        >>> block_causal([5, 3], 2).indices[0, 0].T
+        tensor([[5, 5, 5, 5, 5, 8, 8, 8],
+                [0, 0, 2, 2, 4, 5, 5, 7]], dtype=torch.int32)
+    """
+    rows, kv_len = batch_lengths("lengths", lengths, kv_len)
+    size = _block_size(block_size, kv_len)
+    start, end = document_spans(rows, kv_len)
+    key = key_positions(kv_len)
+    first = key - (key - start) % size
+    return make_mask(end, first, causal=False, q_len=q_len, device=device_of(device, lengths))
+
+
+def block_diffusion(
+    lengths: Lengths,
+    block_size: int,
+    copies: int = 1,
+    *,
+    kv_len: int | None = None,
+    q_len: int | None = None,
+    device: Device = None,
+) -> FlashMask:
+    """Training of block diffusion on packed documents: a noisy block sees itself and the clean blocks before it.
+
+    Clean blocks see themselves and the clean blocks before them. A document of n tokens has (copies + 1) * n rows in
+    mirrored order: its noisy blocks from the first to the last, the copies of a block side by side, then its clean
+    blocks from the last to the first. Within a block, tokens keep their order. `block_diffusion_order` returns the
+    token of each row; its position is its place in its document.
+
+    `block_diffusion([3, 2], 2)`, rows of noisy tokens 0 1 2 and clean tokens 2 0 1, then noisy 0 1 and clean 0 1:
+
+        1 1 . . . . . . . .
+        1 1 . . . . . . . .
+        . . 1 . 1 1 . . . .
+        . . . 1 1 1 . . . .
+        . . . . 1 1 . . . .
+        . . . . 1 1 . . . .
+        . . . . . . 1 1 . .
+        . . . . . . 1 1 . .
+        . . . . . . . . 1 1
+        . . . . . . . . 1 1
+
+    Args:
+        lengths: as `documents`, in tokens of the clean documents.
+        block_size: tokens per block, at least 1. Blocks start at the start of a document, whose last block may be
+            shorter.
+        copies: noisy copies per block, at least 1, for several noise levels or complementary noise. They do not see
+            each other.
+        kv_len: number of keys; None is the longest packed row, noisy and clean tokens together.
+
+    Returns:
+        FlashMask: indices [B, 1, kv_len, 2], not causal. A causal model takes `bidirectional().indices`.
+
+    Raises:
+        TypeError: `block_size` or `copies` is not an int.
+        ValueError: `block_size` or `copies` is less than 1.
+
+    Example:
+        >>> block_diffusion([3, 2], 2).indices[0, 0].T
+        tensor([[ 2,  2,  3,  4,  6,  6,  8,  8, 10, 10],
+                [ 0,  0,  2,  3,  2,  2,  6,  6,  8,  8]], dtype=torch.int32)
+    """
+    rows = _mirrored_rows(lengths, block_size, copies, kv_len)
+    # A clean key is seen by the noisy blocks after its own and by the clean blocks from its own on: neighbours.
+    first = rows.start + torch.where(rows.noisy, rows.own_copy, rows.copies * rows.block_end)
+    last = torch.where(rows.noisy, first + rows.block_end - rows.block_start, rows.end - rows.block_start)
+    last = torch.minimum(last, rows.end)  # padding ends at 0
+    return make_mask(last, first, causal=False, q_len=q_len, device=device_of(device, lengths))
+
+
+def block_diffusion_order(
+    lengths: Lengths, block_size: int, copies: int = 1, *, device: Device = None
+) -> tuple[Tensor, Tensor]:
+    """Return the token of each row of `block_diffusion`, and which rows are noisy.
+
+    Args:
+        lengths: lengths of the documents of one packed row, as in `block_diffusion`.
+        block_size: as in `block_diffusion`.
+        copies: as in `block_diffusion`.
+        device: as in `block_diffusion`.
+
+    Returns:
+        tuple: two tensors [S], where the documents have N tokens and S = (copies + 1) * N.
+
+            * index: int64, the row's token, counted through all documents: 0..N-1. `tokens[index]` are the tokens of
+              the rows, `position_ids[index]` their positions.
+            * noisy: bool, whether the row is noisy. The rows of copy c are
+              `noisy.nonzero()[:, 0][index[noisy].argsort(stable=True)][c::copies]`, in the order of the tokens.
+
+    Raises:
+        TypeError: `block_size` or `copies` is not an int.
+        ValueError: `block_size` or `copies` is less than 1, or `lengths` has several packed rows.
+
+    Example:
+        >>> index, noisy = block_diffusion_order([3, 2], 2)
+        >>> index
+        tensor([0, 1, 2, 2, 0, 1, 3, 4, 3, 4])
+        >>> noisy.int()
+        tensor([1, 1, 1, 0, 0, 0, 1, 1, 0, 0], dtype=torch.int32)
+    """
+    rows = _mirrored_rows(lengths, block_size, copies, None)
+    if len(rows.start) > 1:
+        raise ValueError(f"lengths must be of one packed row, got {len(rows.start)}; give each row of the batch alone")
+    index = rows.start // (rows.copies + 1) + rows.token
+    device = device_of(device, lengths)
+    return index[0, 0].to(device), rows.noisy[0, 0].to(device)
+
+
+@dataclass(frozen=True)
+class _MirroredRows:
+    """Rows of packed documents in mirrored order. Tensors are [B, 1, kv_len]; of padding only `end`, 0, has a meaning.
+
+    Attributes:
+        start: int64, first row of the row's document.
+        end: int64, the row after the document's last.
+        noisy: bool, whether the row is noisy.
+        token: int64, place of the row's token in its document.
+        block_start: int64, first token of the row's block.
+        block_end: int64, the token after the block's last.
+        own_copy: int64, first row of the noisy row's own block and copy, counted from `start`.
+        copies: noisy copies per block.
+    """
+
+    start: Tensor
+    end: Tensor
+    noisy: Tensor
+    token: Tensor
+    block_start: Tensor
+    block_end: Tensor
+    own_copy: Tensor
+    copies: int
+
+
+def _mirrored_rows(lengths: Lengths, block_size: int, copies: int, kv_len: int | None) -> _MirroredRows:
+    """Return the rows of the documents with their noisy copies, from the arguments of `block_diffusion`."""
+    documents, _ = batch_lengths("lengths", lengths, None)
+    copies = as_integer("copies", copies, 1, why="training needs a noisy copy; block_causal has none")
+    packed = [[(copies + 1) * length for length in row] for row in documents]
+    kv_len = key_count("lengths", packed, kv_len)
+    size = _block_size(block_size, kv_len)
+    start, end = document_spans(packed, kv_len)
+    key = key_positions(kv_len)
+    count = (end - start) // (copies + 1)
+    row = key - start
+    noisy = row < copies * count
+    block_start = torch.where(noisy, row // (copies * size), (end - 1 - key) // size) * size
+    block_end = torch.minimum(block_start + size, count)
+    own_size = (block_end - block_start).clamp(min=1)  # 0 for some padding
+    first_copy = copies * block_start
+    token = block_start + torch.where(noisy, (row - first_copy) % own_size, row - (copies + 1) * count + block_end)
+    own_copy = row - token + block_start
+    return _MirroredRows(start, end, noisy, token, block_start, block_end, own_copy, copies)
+
+
+def _block_size(block_size: int, kv_len: int) -> Any:
+    """Return a checked block size. A larger one than `kv_len` makes the same blocks, but might overflow int64."""
+    return torch.sym_min(as_integer("block_size", block_size, 1, why="a block has at least one token"), kv_len)
