@@ -25,6 +25,7 @@ from flashmask_hf.masks.documents import (
     document,
     padding,
 )
+from flashmask_hf.masks.drafts import draft_blocks
 from flashmask_hf.masks.eviction import random_eviction
 from flashmask_hf.masks.packed import from_cu_seqlens, from_position_ids
 from flashmask_hf.masks.prefixes import prefix_lm_causal, prefix_lm_document
@@ -47,6 +48,7 @@ __all__ = [
     "causal_blockwise",
     "causal_document",
     "document",
+    "draft_blocks",
     "from_cu_seqlens",
     "from_position_ids",
     "full",
