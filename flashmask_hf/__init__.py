@@ -14,7 +14,7 @@ from flashmask_hf.long_rows import keep_attention
 from flashmask_hf.mask import FlashMask, MaskNotRepresentable
 
 if _TYPE_CHECKING:
-    from flashmask_hf.sharing import share_prefixes
+    from flashmask_hf.sharing import share_prefixes as share_prefixes
 
 __version__ = "0.1.0"
 
@@ -25,8 +25,7 @@ __all__ = [
     "keep_attention",
     "masks",
     "register",
-    "share_prefixes",
-]
+]  # without `share_prefixes`, which needs transformers
 
 
 def __getattr__(name: str) -> _Any:

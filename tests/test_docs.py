@@ -71,8 +71,7 @@ def test_a_page_of_a_task_opens_with_its_mask_and_has_a_snippet_and_a_chart(name
     opening = page.partition("```")[0]
     assert re.search(r"!\[[^]]+\]\(assets/[\w/]+\.png\)", opening)
     assert "```python" in page
-    unmeasured = "<!-- figure images --><!-- end -->"  # its chart comes with its results
-    assert unmeasured in page or re.search(r"!\[[^]]+\]\(assets/\w+\.svg\)", page)
+    assert re.search(r"!\[[^]]+\]\(assets/\w+\.svg\)", page)
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -292,6 +292,10 @@ ONE = {
         lambda: first_loss(build("sft", model=model_zoo.build("recurrent_gemma", "flashmask"))),
         "has recurrent or convolutional layers.*one document per row",
     ),
+    "sft, attention changed afterwards": (
+        lambda: changed_attention("sft"),
+        "gave the packed row's mask to 0 of its 2 layers",
+    ),
     "sft, padded rows": (
         lambda: build("sft", rows=[{"input_ids": [5, 6, 0], "attention_mask": [1, 1, 0]}] * 4),
         "is padded|padding",

@@ -32,6 +32,12 @@ def late_mask(
         return LayerMask(_separated_mask(query, key, attention_mask, causal, kwargs))
     record_documents(supplied=True)
     check_form(vectors, causal, getattr(module, "config", None))
+    if not causal and attention_mask is None and hasattr(module, "config"):  # of a model that asked for no mask
+        raise NotImplementedError(
+            f"{VECTORS} reached a layer that is not causal and has no mask of the model's, as in an image tower, "
+            "whose patches they do not describe; keep it from this backend, for example with "
+            "attn_implementation={'text_config': 'flashmask', 'vision_config': 'sdpa'}"
+        )
     if vectors.shape[1] > 1:
         refuse_shard_of_heads(module, query.shape[1])
     if vectors.device != query.device:
@@ -49,8 +55,10 @@ def late_mask(
 
 def refuse_shard_of_heads(module: nn.Module, heads: int) -> None:
     """Raise if a layer that gets mask indices per head computes `heads` of more heads, as under tensor parallelism."""
-    whole = getattr(getattr(module, "config", None), "num_attention_heads", heads)
-    if whole != heads:
+    config: Any = getattr(module, "config", None)
+    by_layer = getattr(config, "num_attention_heads_per_layer", None)
+    whole = by_layer[module.layer_idx] if by_layer else getattr(config, "num_attention_heads", heads)
+    if heads < whole:
         raise NotImplementedError(
             f"{VECTORS} per head are not implemented in a layer that computes {heads} of {whole} query heads, as under "
             "tensor parallelism; pass mask indices that all heads share, [B, 1, S, n]"
@@ -78,9 +86,9 @@ def _separated_mask(
 ) -> FlashMask:
     """Return the mask of the hook's columns, else of causality and window, with documents kept apart.
 
-    `cu_seq_lens_q` of several documents, or of a tower's images, is read as in FlashAttention. Else a causal mask that
-    the hook did not make reads `position_ids` of all keys, [B or 1, Skv]: engines of sequence parallelism gather
-    positions, but drop masks.
+    `cu_seq_lens_q` of several documents, or of a tower's images, is read as in FlashAttention. Else a causal mask reads
+    `position_ids` of all keys, [B or 1, Skv]: some models hand them to their layers alone (GPT-OSS), and engines of
+    sequence parallelism gather positions, but drop masks.
     """
     batch, _, q_len, _ = query.shape
     kv_len, window, bounds = key.shape[2], kwargs.get("sliding_window"), kwargs.get("cu_seq_lens_q")
@@ -96,7 +104,7 @@ def _separated_mask(
             f"sliding_window={window} on a layer that is not causal is not implemented; use attn_implementation='sdpa' "
             "for this model"
         )
-    marks = kwargs.get("position_ids") if causal and hooked is None else None
+    marks = kwargs.get("position_ids") if causal else None
     if marks is not None and marks.shape not in ((1, kv_len), (batch, kv_len)):
         marks = None
     by_bounds = bounds is not None and bounds.shape[0] > 2
@@ -110,7 +118,8 @@ def _separated_mask(
     def build() -> FlashMask:
         columns = _default_columns(query, kv_len, causal, window) if hooked is None else hooked.detach()
         if marks is not None:
-            found = of_bounds(marks, kv_len) if by_bounds else of_positions(marks, None)
+            real = None if hooked is None else hooked[:, 0, 0] > 0
+            found = of_bounds(marks, kv_len) if by_bounds else of_positions(marks, real)
             end = (found.end + (q_len - kv_len)).clamp(min=0).to(torch.int32)
             columns = torch.minimum(columns, end[:, None, None])
             if not causal:

@@ -35,7 +35,12 @@ def _own_modules(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Mo
 
 def is_compiled(model: nn.Module) -> bool:
     """Return whether a model or a part of it is compiled."""
-    return any(isinstance(x, OptimizedModule) or x._compiled_call_impl is not None for x in model.modules())
+    return any(
+        isinstance(x, OptimizedModule)
+        or x._compiled_call_impl is not None
+        or hasattr(vars(x).get("forward"), "_torchdynamo_orig_callable")
+        for x in model.modules()
+    )
 
 
 class ModelState:
@@ -50,6 +55,7 @@ class ModelState:
         has_segments: whether its layers attend within images, windows or clips, by boundaries that it makes itself.
         takes_packed_rows: whether `run_packed` was called on it.
         rewrites: functions of a trainer that return the arguments of its calls, changed.
+        counts_layers: whether to count layers that receive the caller's mask.
         is_counted: whether every layer received the caller's mask in a call.
         is_probed: whether its calls run without the compiler, though it is compiled.
         has_answered: whether the host has waited for a check in its calls.
@@ -73,7 +79,7 @@ class ModelState:
         segmented = [part for part in (model, *parts) if _has_segments(type(part))]
         TOWERS.update(type(part.config) for part in segmented)
         self.has_segments = bool(segmented)
-        self.takes_packed_rows = self.is_counted = self.is_probed = False
+        self.takes_packed_rows = self.counts_layers = self.is_counted = self.is_probed = False
         self.has_answered = self.has_warned = False
         self.rewrites: tuple[Any, ...] = ()
 

@@ -17,7 +17,7 @@ from trl.trainer.sft_trainer import SFTTrainer
 from flashmask_hf.collators.dataset import first_row, pack_dataset, unformatted, warn_of_weights
 from flashmask_hf.collators.labels import MASK_COLUMNS
 from flashmask_hf.collators.language_modeling import DataCollatorForPackedLanguageModeling
-from flashmask_hf.hf.packed.rows import check_compiled, drop_padding_from_router_logits
+from flashmask_hf.hf.packed.rows import check_compiled, check_layers, drop_padding_from_router_logits
 from flashmask_hf.names import FLASHMASK, IGNORED, VECTORS
 from flashmask_hf.trainers.callbacks import add_callbacks
 from flashmask_hf.trainers.context_parallel import ContextParallelMixin, check_context_parallel, pad_for_parts
@@ -154,6 +154,8 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
         self._skips_tiles = trained.config.get_text_config()._attn_implementation == FLASHMASK
         if not _trl_packs(args):
             drop_padding_from_router_logits(trained)
+            if self._skips_tiles:
+                check_layers(trained)
         self._start_context_parallel(parts)
         if self._packs_images:
             self._start_images(given_collator, max_position_embeddings, max_image_tokens)

@@ -132,9 +132,8 @@ def test_greedy_compiled(family: str) -> None:
     assert len(graphs) in (1, 2)  # a static cache of a window runs other code once it is full
 
 
-@pytest.mark.parametrize(
-    "family", [*(pytest.param(name, marks=pytest.mark.full) for name in ("llama", "gemma2")), "llama4_text"]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["llama", "gemma2", "llama4_text"])
 def test_greedy_compiled_with_its_mask(family: str) -> None:
     """A step that makes its own mask from a 2D mask and a static cache is one graph; `generate` makes it outside."""
     ours, eager = pair(family)

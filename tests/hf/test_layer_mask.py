@@ -26,7 +26,7 @@ from transformers.masking_utils import bidirectional_mask_function
 
 from flashmask_hf import FlashMask, flashmask_attention, masks
 from flashmask_hf.hf import layer_mask, merge
-from flashmask_hf.hf.late import late_mask
+from flashmask_hf.hf.late import late_mask, refuse_shard_of_heads
 from flashmask_hf.hf.mask_hook import mask_hook
 
 
@@ -211,6 +211,37 @@ def test_vectors_of_an_encoder_decoder_are_refused(part):
     module.config = types.SimpleNamespace(**{part: True})
     with pytest.raises(NotImplementedError, match=r"startend_row_indices would reach the encoder, the decoder"):
         attend(module, startend_row_indices=VECTORS)
+
+
+def test_indices_that_reach_an_image_tower_are_refused():
+    """They would fit a tower that has as many patches as the row has tokens."""
+    tower = torch.nn.Module()
+    tower.config, tower.is_causal = types.SimpleNamespace(), False
+    with pytest.raises(NotImplementedError, match=r"startend_row_indices .* image tower.*'vision_config': 'sdpa'"):
+        attend(tower, startend_row_indices=FlashMask(VECTORS, causal=True).bidirectional().indices)
+
+
+@pytest.mark.parametrize("how", ["by hand", "compiled in place"])
+def test_a_backbone_that_gives_positions_to_its_layers_alone_keeps_documents_apart(how):
+    """GPT-OSS makes masks without them."""
+    ours, eager = model_pair("gpt_oss")
+    ids, places = tokens(1, 12), positions([5, 7])
+    expected = torch.cat([eager.model(part, use_cache=False)[0] for part in ids.split([5, 7], 1)], 1)
+    if how == "by hand":
+        found = ours.model.forward(ids, position_ids=places, use_cache=False)[0]
+    else:
+        ours.model.compile(backend="eager")
+        found = ours.model(ids, position_ids=places, use_cache=False)[0]
+    assert_near(found, expected)
+
+
+@pytest.mark.parametrize("heads", [[4, 4], [4, 2]])
+def test_indices_per_head_fit_layers_of_other_numbers_of_heads(heads):
+    """As in Laguna. Fewer heads than the config's are refused, as under tensor parallelism."""
+    layer = types.SimpleNamespace(config=types.SimpleNamespace(num_attention_heads_per_layer=heads), layer_idx=1)
+    refuse_shard_of_heads(layer, heads[1])
+    with pytest.raises(NotImplementedError, match=rf"computes 1 of {heads[1]} query heads"):
+        refuse_shard_of_heads(layer, 1)
 
 
 def test_a_chunked_layer_refuses_supplied_vectors():

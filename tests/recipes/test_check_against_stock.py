@@ -37,7 +37,7 @@ def run(name, files, model, tmp_path, capsys, *flags):
     return [[float(number) for number in found] for found in LINE.findall(printed)], printed
 
 
-CASES = ["sft", *(pytest.param(name, marks=pytest.mark.full) for name in ("dpo", "reward", "grpo"))]
+CASES = [pytest.param(name, marks=pytest.mark.full) for name in ("sft", "dpo", "reward", "grpo")]
 
 
 @pytest.mark.parametrize("name", CASES)

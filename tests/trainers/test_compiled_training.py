@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from flashmask_hf.collators import DataCollatorForPackedLanguageModeling
 from flashmask_hf.hf.models import state_of
-from flashmask_hf.hf.packed.rows import check_compiled
+from flashmask_hf.hf.packed.rows import check_compiled, check_layers
 
 DOCUMENTS = [
     [11, 3, 6], [9, 16], [4, 8, 2], [30], [1, 1, 5], [7, 7, 7], [2, 40], [13, 21], [5, 6, 7, 8], [64, 3], [17, 1, 33],
@@ -110,6 +110,7 @@ def test_layers_that_get_the_mask_train_compiled(way, asked):
     torch.compiler.reset()
     model, batch = model_on("cpu"), batch_of([3, 4], "vectors", "cpu")
     want_loss, want = gradients(model, model, batch)
+    check_layers(model)
     compiled = way(model)
     if asked:
         check_compiled(compiled, CPU)
@@ -128,12 +129,16 @@ def test_layers_that_get_the_mask_train_compiled(way, asked):
 def test_compiled_layers_that_mix_documents_raise(way, family):
     torch.compiler.reset()
     model = model_zoo.build(family, "flashmask")
+    check_layers(model)
     with pytest.raises(ValueError, match=r"has recurrent or convolutional layers.*one document per row"):
         check_compiled(way(model), CPU)
 
 
-def test_only_compiled_models_are_checked():
+def test_only_compiled_models_with_check_layers_are_checked():
     model = model_on("cpu")
+    compiled = whole(model)
+    check_compiled(compiled, CPU)  # without check_layers
+    check_layers(model)
     check_compiled(model, CPU)  # not compiled: its first forward checks the layers
     model(input_ids=torch.ones(1, 2, dtype=torch.int64))  # without mask vectors, which checks nothing
     assert not state_of(model.base_model).is_counted
@@ -145,6 +150,7 @@ def test_uncompiled_calls_in_between_cause_no_recompilation():
     """Evaluation runs uncompiled and counts the calls of attention, which must not be a guard of the compiled graph."""
     torch.compiler.reset()
     model, counter = model_on("cpu"), torch._dynamo.testing.CompileCounter()
+    check_layers(model)
     compiled = torch.compile(model, backend=counter)
     check_compiled(compiled, CPU)
     for _ in range(3):

@@ -164,13 +164,14 @@ def _are_documents_read(call: Call) -> Verdict | None:
     )
 
 
-@rule(AFTER, "packed rows in a model some of whose layers get no mask", VECTORS)
+@rule(AFTER, "packed rows in a trainer, in a model some of whose layers get no mask", VECTORS)
 def _reaches_every_layer(call: Call) -> Verdict | None:
     state = call.state
-    if state.is_counted or torch.compiler.is_compiling():
+    # A user's own model may have fewer layers than its config, or drop some.
+    if not state.counts_layers or state.is_counted or torch.compiler.is_compiling():
         return None
-    if not state.is_probed and (not call.supplied or is_compiled(call.model)):
-        return None  # where no layer received them, the rule before looks at what they hide
+    if not state.is_probed and is_compiled(call.model):
+        return None
     config = call.config.get_text_config()
     layers = getattr(config, "decoder_layers", config.num_hidden_layers)  # BART's decoder alone
     state.is_counted = call.supplied >= layers or is_guarded(call.model)  # recurrent layers do not count

@@ -41,9 +41,18 @@ def run_packed(model: Any) -> None:
         raise ValueError(
             f"{type(inner).__name__} is not a causal decoder, and packed rows are causal; use TRL's own trainer for it"
         )
+    check_layers(model)
     if not state_of(backbone).takes_packed_rows:
         state_of(backbone).takes_packed_rows = True
         backbone.register_forward_hook(_unpack_outputs, with_kwargs=True)
+
+
+def check_layers(model: Any) -> None:
+    """Make a model raise in its first forward on packed rows if a layer does not receive its mask.
+
+    Repeating it is fine. The model is as for `run_packed`. Of compiled models `check_compiled` counts layers.
+    """
+    state_of(unwrap_peft(model).base_model).counts_layers = True
 
 
 def check_compiled(model: Any, device: torch.device) -> None:
@@ -53,7 +62,8 @@ def check_compiled(model: Any, device: torch.device) -> None:
 
     Args:
         model: a transformers model with a head and attention "flashmask", or a PEFT model around one, which may be
-            wrapped for distributed training or compilation. Nothing is done for a model that is not compiled.
+            wrapped for distributed training or compilation. Nothing is done for a model that is not compiled, or for
+            which `check_layers` was not called.
         device: device of its inputs.
 
     Raises:
@@ -66,7 +76,7 @@ def check_compiled(model: Any, device: torch.device) -> None:
     backbone = unwrap_peft(extract_model_from_parallel(model, keep_torch_compile=False)).base_model
     state = state_of(backbone)
     if not state.is_counted:
-        if not is_compiled(model):
+        if not state.counts_layers or not is_compiled(model):
             return
         ids = torch.zeros(1, 2, dtype=torch.int64, device=device)
         ends = torch.tensor([[[[1], [2]]]], dtype=torch.int32, device=device)

@@ -238,3 +238,17 @@ def test_a_model_may_take_any_keyword():
 def test_a_class_that_is_called_in_another_way_is_refused():
     with pytest.raises(RuntimeError, match=r"calls models in a way .*__call__ of Model"):
         patches.check_calls(type("Model", (), {"__call__": print}))
+
+
+@pytest.mark.parametrize("how", ["fewer layers", "compiled forward"])
+def test_models_of_users_may_have_other_layers_than_their_config(how):
+    """Only trainers count the layers that receive the mask."""
+    model, _ = model_pair("llama")
+    if how == "fewer layers":
+        model.model.layers = model.model.layers[:1]
+    else:
+        layer = model.model.layers[0]
+        layer.forward = torch.compile(layer.forward, backend="eager")
+    row = dict(position_ids=positions([4, 5]), startend_row_indices=masks.causal_document([4, 5]).indices)
+    with torch.no_grad():
+        model(tokens(1, 9), **row)

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from flashmask_hf import masks
 from flashmask_hf.hf.call import Call, current
 from flashmask_hf.hf.models import state_of
-from flashmask_hf.hf.packed.rows import drop_padding_from_router_logits, run_packed
+from flashmask_hf.hf.packed.rows import check_layers, drop_padding_from_router_logits, run_packed
 
 ROW = dict(position_ids=positions([2, 4]), startend_row_indices=masks.causal_document([2, 4]).indices, use_cache=False)
 
@@ -63,6 +63,8 @@ def test_a_forward_that_raises_leaves_no_record(where):
         "a hook before": backbone.register_forward_pre_hook,
         "a hook after": backbone.register_forward_hook,
     }[where]
+    check_layers(model)
+    check_layers(model)
     model(tokens(1, 6))  # has no vectors that layers could miss
     handle = register(interrupt, prepend=where == "a hook after")  # between the hooks that count
     with pytest.raises(RuntimeError, match="interrupted"):
