@@ -31,10 +31,10 @@ _REPLACED |= {f"{name}_{side}" for name in ("cu_seq_lens", "max_length") for sid
 def share_prefixes(model: Any, minimum: float = 0.1) -> None:
     """Make a causal model compute common beginnings of a batch's sequences once, whatever trainer calls it.
 
-    Outputs, losses and gradients equal the batch's, up to rounding: the backbone runs one packed row, the trie of
-    the sequences without padding, and its hidden states are laid out as the batch. A batch is what trainers pass:
-    padded on any side with a 2D mask of zeros and ones, numbered (1, 2, ... for the documents of a row), flat with
-    positions that start again, or without mask and positions, a sequence per row. The host waits for the device once
+    Outputs, losses and gradients equal the batch's, up to rounding: the backbone runs one packed row, the trie of the
+    sequences without padding, and its hidden states are laid out as the batch, without a cache. A batch is what
+    trainers pass: padded on any side with a 2D mask; flat with positions that start again, beside a mask that numbers
+    the documents or without one; or without mask and positions, a sequence per row. The host waits for the device once
     per call, to read the token ids; the rows of the last 8 batches are kept, so a reference model's pass packs nothing.
 
     A call runs as before where less than `minimum` is saved, with a cache, `use_cache=True`, `inputs_embeds`,
