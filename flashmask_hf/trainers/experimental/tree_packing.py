@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flashmask_hf.hf.call import Call
 from flashmask_hf.hf.models import state_of, unwrap_peft
+from flashmask_hf.hf.packed.rows import check_layers
 from flashmask_hf.names import FLASHMASK, VECTORS
 from flashmask_hf.torch_internals import device_assert
 
@@ -28,6 +29,7 @@ def run_tree_packing(model: Any) -> None:
     Its forward raises ValueError for another attention, for other `tree_*` keywords than TRL 1.16 passes, if some
     layers do not receive the mask, and as `tree_vectors` does.
     """
+    check_layers(model)
     backbone = unwrap_peft(model).base_model
     if _read_layout not in state_of(backbone).rewrites:
         state_of(backbone).rewrites += (_read_layout,)
