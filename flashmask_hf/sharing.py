@@ -38,9 +38,9 @@ def share_prefixes(model: Any, minimum: float = 0.1) -> None:
     per call, to read the token ids; the rows of the last 8 batches are kept, so a reference model's pass packs nothing.
 
     A call runs as before where less than `minimum` is saved, with a cache, `use_cache=True`, `inputs_embeds`,
-    `startend_row_indices`, positions of several axes or other tensors per token, a mask with holes, padding on the left
-    of a model with a table of positions (GPT-2) and no positions, or active dropout, which warns once: shared tokens
-    would share the dropped ones. Repeating the call changes `minimum`.
+    `startend_row_indices`, positions of several axes or other tensors per token, a mask with holes, positions that jump
+    within a document, padding on the left of a model with a table of positions (GPT-2) and no positions, or active
+    dropout, which warns once: shared tokens would share the dropped ones. Repeating the call changes `minimum`.
 
     Args:
         model: a transformers model with a head, or a PEFT model around one, with attention "flashmask", not wrapped
@@ -85,8 +85,8 @@ def _share(call: Call, minimum: float) -> dict[str, Any]:
     """Return the arguments of a call with the trie of its sequences as a packed row, or as they are."""
     if not _can_share(call):
         return call.named
-    ids, numbers, positions, edges = _read(call)
-    starts = _starts(call, numbers, positions, edges)
+    ids, *marks = _read(call)
+    numbers, starts = marks[0], _starts(call, *marks)
     if not starts.any():
         return call.named
     real = np.flatnonzero(numbers)  # the documents' tokens, one document after another
@@ -142,26 +142,20 @@ def _warn_of_dropout(name: str) -> None:
 
 
 def _read(call: Call) -> NDArray[np.int64]:
-    """Return token ids, numbers of the 2D mask, positions, and whether documents start, int64 [4, N, L].
+    """Return token ids, numbers, positions, and whether a document starts, int64 [4, N, L].
 
-    Numbers are 1 without a mask; positions count rows if there are none, and say then nothing about documents.
+    A token's number is 0 for padding, else counts the documents of a 2D mask and of `seq_idx`, or is 1 without both.
+    Positions count rows if there are none.
     """
     ids: Tensor = call.named["input_ids"]
-    mask, positions, bounds, segments = (
-        call.get(name) for name in ("attention_mask", "position_ids", "cu_seq_lens_q", "seq_idx")
-    )
-    columns = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-    starts = columns == 0
-    if positions is not None:
-        positions = positions.expand_as(ids)
-        starts = starts | (positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1)
-    if isinstance(bounds, Tensor):
-        starts = starts.flatten().index_fill(0, bounds[:-1].long(), True).view_as(ids)
+    mask, positions, segments = (call.get(name) for name in ("attention_mask", "position_ids", "seq_idx"))
+    numbers = torch.ones_like(ids) if mask is None else mask
     if isinstance(segments, Tensor):
-        starts = starts | (segments.diff(dim=1, prepend=segments[:, :1]) != 0)
-    mask = torch.ones_like(ids) if mask is None else mask
-    parts = [ids, mask, columns if positions is None else positions, starts]
-    return torch.stack([part.long() for part in parts]).cpu().numpy()  # waits for the device
+        numbers = numbers * (segments + 1)
+    columns = torch.arange(ids.shape[1], device=ids.device)
+    starts = torch.zeros_like(ids) if call.documents is None else call.documents.starts
+    parts = [ids, numbers, columns if positions is None else positions, starts]
+    return torch.stack([part.long().expand_as(ids) for part in parts]).cpu().numpy()  # waits for the device
 
 
 def _starts(
@@ -171,18 +165,18 @@ def _starts(
 
     The arguments are as `_read` returns them.
     """
-    nothing = np.zeros(numbers.shape, bool)
-    real, counted = numbers != 0, call.state.first_position is not None
-    first = (starts != 0) & real | (real & (np.cumsum(real, 1) == 1))
-    changes = real[:, 1:] & (numbers[:, 1:] != numbers[:, :-1]) & ~first[:, 1:]
-    if changes.any():  # a hole in the mask, or a number without a position that starts again
-        return nothing
     if call.get("attention_mask") is None and positions[0, 0] > 0:
         raise ValueError(
             f"position_ids start at {positions[0, 0]}, inside a document, as on a rank that has a part of each row; "
             "share prefixes without sequence parallelism, or let positions start at 0"
         )
-    return nothing if counted and positions[first].any() else first
+    real, nothing = numbers != 0, np.zeros(numbers.shape, bool)
+    first = real & ((starts != 0) | (np.cumsum(real, 1) == 1))
+    parts = (numbers[:, 1:] != numbers[:, :-1]) | (positions[:, 1:] != positions[:, :-1] + 1)
+    if (parts & real[:, 1:] & ~first[:, 1:]).any():  # a hole, a jump, or a number of no document
+        return nothing
+    embeds_positions = call.state.first_position is not None
+    return nothing if embeds_positions and positions[first].any() else first
 
 
 @functools.lru_cache(maxsize=8)

@@ -216,11 +216,14 @@ def test_what_is_not_shared_runs_as_before():
     ids, mask, n = batch["input_ids"], batch["attention_mask"], batch["input_ids"].shape[1]
     holes = mask.clone()
     holes[:, 3] = 0
+    column = torch.arange(n)
+    jumping = (column + 6 * (column > 3)).expand_as(ids)
     cases: dict[str, dict[str, Any]] = {
         "nothing in common": dict(input_ids=torch.randperm(48).view(4, 12)),
         "a cache": dict(input_ids=ids, attention_mask=mask, use_cache=True),
         "embeddings": dict(inputs_embeds=stock.get_input_embeddings()(ids), attention_mask=mask),
         "a mask with holes": dict(input_ids=ids, attention_mask=holes),
+        "positions that jump": dict(input_ids=ids, position_ids=jumping),
         "no token": dict(input_ids=ids, attention_mask=0 * mask),
         "one column": dict(input_ids=ids[:, :1]),
         "indices": dict(input_ids=ids, startend_row_indices=torch.full((len(ids), 1, n, 1), n, dtype=torch.int32)),
@@ -266,6 +269,18 @@ def test_a_loss_that_reads_padding_is_refused():
     batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORED)  # first tokens, too
     with pytest.raises(RuntimeError, match="the loss reads hidden states of padding"):
         shared(**batch).loss.backward()
+
+
+def test_documents_of_seq_idx_alone_are_refused_as_without_sharing():
+    shared, stock = shared_pair()
+    batch = flat(sequences())
+    given = {name: x for name, x in batch.items() if name != "labels"}
+    given["seq_idx"] = torch.arange(given["input_ids"].shape[1])[None] // 4
+    for part in (stock, shared, shared.base_model):
+        with pytest.raises(RuntimeError, match="seq_idx numbers documents of a row"):
+            part(**given)
+    compare(shared, stock, batch | {"seq_idx": (batch["position_ids"] == 0).cumsum(1)})
+    assert _pack.cache_info().misses == 1
 
 
 def test_wrong_calls():
