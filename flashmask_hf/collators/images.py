@@ -1,8 +1,9 @@
-"""Images in packed trees: what a model reads of their tokens beside ids."""
+"""Images of examples, and what a model reads of their tokens beside ids in packed trees."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,12 @@ from flashmask_hf.names import PACKED_IDS, PACKED_INDEX, PACKED_POSITIONS
 
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 """Keys of the types of tokens, 0 for text. Gemma finds there the images whose tokens see each other."""
+
+
+def images_of(example: Mapping[str, Any]) -> list[Any]:
+    """Return the images of a raw example, its `image` or its `images`; none without both."""
+    image = example.get("image")
+    return list(example.get("images") or []) if image is None else [image]
 
 
 def add_image_tokens(

@@ -88,3 +88,9 @@ class RopeIndex:
         if (axes != axes.long()).any():
             raise ValueError("positions are fractional for video_second_per_grid; sample videos at an integer rate")
         return axes.long()
+
+
+def rope_index_of(model: nn.Module) -> RopeIndex | None:
+    """Return `RopeIndex.of(model)`, or None for a model whose tokens have one position each."""
+    has_axes = any(hasattr(type(part), "get_rope_index") for part in model.modules())
+    return RopeIndex.of(model) if has_axes else None

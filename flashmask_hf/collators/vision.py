@@ -13,12 +13,10 @@ from torch import Tensor, nn
 from flashmask_hf.collators.columns import all_have, example_names
 from flashmask_hf.collators.documents import padded
 from flashmask_hf.collators.forest import Forest
+from flashmask_hf.collators.images import TOKEN_TYPES, images_of
 from flashmask_hf.collators.packing import PackingCollator
 from flashmask_hf.collators.rope_index import RopeIndex
 from flashmask_hf.names import IGNORED
-
-_TYPES = ("token_type_ids", "mm_token_type_ids")
-"""Keys with a type per token. Models with blocks of tokens that see each other find the blocks there."""
 
 _PIXELS = (
     "pixel_values", "pixel_attention_mask", "image_grid_thw", "image_sizes", "image_position_ids", "batch_num_images",
@@ -65,6 +63,7 @@ class DataCollatorForPackedVisionLanguageModeling(PackingCollator):
         the order of their tokens.
 
     Raises:
+        TypeError: also for a tokenizer in place of the processor.
         ValueError: also for a key with an unknown place in a row, and for an example whose tokens of images are not as
             many as its images need.
 
@@ -86,6 +85,9 @@ class DataCollatorForPackedVisionLanguageModeling(PackingCollator):
     max_position_embeddings: int | None = None
 
     def __post_init__(self):
+        if not hasattr(self.processor, "tokenizer"):
+            got = type(self.processor).__name__
+            raise TypeError(f"processor must be of text and images, got {got}; load it by AutoProcessor")
         self.pad_token_id = self.processor.tokenizer.pad_token_id or 0
         super().__post_init__()
         if self.collator is not None and self.completion_only_loss is not None:
@@ -106,7 +108,7 @@ class DataCollatorForPackedVisionLanguageModeling(PackingCollator):
         batch["labels"] = spread("labels", IGNORED).masked_fill(batch["position_ids"] == 0, IGNORED)
         # Pixels are in the order of their tokens in the rows.
         documents = [document for index in np.argsort(rows.starts).tolist() for document in packed[index]]
-        for key in _TYPES:
+        for key in TOKEN_TYPES:
             if all_have(key, [key in own[0] for own in packed], names):
                 batch[key] = spread(key, 0)
         if self.rope_index is not None:
@@ -123,21 +125,21 @@ class DataCollatorForPackedVisionLanguageModeling(PackingCollator):
         if ahead is None:
             return [self._document(example, name)]
         documents = [self._document(one, f"examples[{index}] of {name}") for index, one in enumerate(ahead)]
-        for key in _TYPES:
+        for key in TOKEN_TYPES:
             all_have(key, [key in own for own in documents], [f"examples[{index}]" for index in range(len(documents))])
         return documents
 
     def _document(self, example: Mapping[str, Any], name: str) -> Document:
         """Return the inputs of an example alone, with positions along the axes of the `rope_index`."""
         given = {key: value for key, value in example.items() if value is not None}
-        image = given.pop("image", None)
-        given.setdefault("images", [] if image is None else [image])
+        given["images"] = images_of(given)
+        given.pop("image", None)
         document = {key: torch.as_tensor(value) for key, value in self._collator(given)([given]).items()}
-        unknown = document.keys() - {"input_ids", "labels", "attention_mask", *_TYPES, *_PIXELS}
+        unknown = document.keys() - {"input_ids", "labels", "attention_mask", *TOKEN_TYPES, *_PIXELS}
         if unknown:
             problem = f"{name} gives the model {min(unknown)}, which has no known place in a packed row"
             raise ValueError(f"{problem}. Train without packing, or pass a collator without it.")
-        for key in ("attention_mask", "labels", *_TYPES):
+        for key in ("attention_mask", "labels", *TOKEN_TYPES):
             if key in document and document[key].shape != (1, document["input_ids"].numel()):
                 raise ValueError(
                     f"{key} of {name} must have the shape [1, n] of input_ids, got {[*document[key].shape]}"
@@ -181,7 +183,7 @@ def _check_images(processor: Any, document: Document, name: str) -> None:
 
 
 def _count_features(processor: Any, document: Document, token: int) -> int | None:
-    """Return how many tokens a document's images need, or None if its processor does not say."""
+    """Return the number of tokens that a document's images need, or None if its processor does not say."""
     pixels = document.get("pixel_values")
     if pixels is None:
         return 0

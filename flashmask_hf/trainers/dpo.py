@@ -15,13 +15,14 @@ from trl.trainer.utils import global_then_local_main_first
 
 from flashmask_hf.collators.dataset import first_row, refuse_transform, unformatted, warn_of_weights
 from flashmask_hf.collators.preference import DataCollatorForSharedQuestion
+from flashmask_hf.collators.rope_index import rope_index_of
 from flashmask_hf.hf.packed.rows import check_compiled
 from flashmask_hf.names import VECTORS
 from flashmask_hf.trainers import data_checks, option_checks
 from flashmask_hf.trainers.callbacks import add_callbacks
 from flashmask_hf.trainers.even_batches import EvenBatchesMixin
 from flashmask_hf.trainers.formats import preference_columns
-from flashmask_hf.trainers.images import VisionPreferences, prepare_models, rope_index_of
+from flashmask_hf.trainers.images import VisionPreferences, prepare_models
 from flashmask_hf.trainers.loading import flashmask_policy, run_packed_models
 from flashmask_hf.trainers.metrics import log_sharing
 from flashmask_hf.trainers.resume import ResumeMixin

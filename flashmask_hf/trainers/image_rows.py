@@ -16,6 +16,7 @@ from trl.data_utils import apply_chat_template, is_conversational, prepare_multi
 
 from flashmask_hf.collators.bins import best_fit_decreasing
 from flashmask_hf.collators.dataset import refuse_transform
+from flashmask_hf.collators.images import images_of
 from flashmask_hf.collators.packing import as_count
 
 EXAMPLES = "examples"
@@ -75,9 +76,7 @@ class ExampleLengths:
 
     def _read(self, example: Mapping[str, Any]) -> tuple[Sequence[str], Sequence[Any]]:
         """Return the texts that TRL's collator tokenizes, with placeholders, and the images for them."""
-        images = example.get("images")
-        if images is None:
-            images = [example["image"]] if example.get("image") is not None else []
+        images = images_of(example)
         if example.get("messages") is not None:
             turns = prepare_multimodal_messages(example["messages"], images=images)
             contents = [turn.get("content") or () for turn in turns]
@@ -236,41 +235,39 @@ class RowCollator:
         return batch
 
 
+@dataclass
 class _Packer:
     """Packs examples of a dataset into rows.
 
     Args:
-        lengths: their lengths.
+        lengths_of: computes their lengths.
         max_length: maximum number of tokens of a row.
         max_image_tokens: maximum number of image tokens of a row.
         name: the dataset's name.
     """
 
-    def __init__(self, lengths: ExampleLengths, max_length: int, max_image_tokens: int, name: str):
-        self._lengths, self._max_length, self._max_image_tokens, self._name = (
-            lengths,
-            max_length,
-            max_image_tokens,
-            name,
-        )
+    lengths_of: ExampleLengths
+    max_length: int
+    max_image_tokens: int
+    name: str
 
     def pack_stream(self, batch: dict[str, list[Any]], indices: Sequence[int]) -> dict[str, list[Any]]:
         """Pack a window of a stream."""
         examples = batch[_EXAMPLE]
-        lengths, images = zip(*map(self._lengths, examples), strict=True)
+        lengths, images = zip(*map(self.lengths_of, examples), strict=True)
         rows = self.pack(lengths, images, indices)
         return {EXAMPLES: [[examples[index - indices[0]] for index in row] for row in rows]}
 
     def pack(self, lengths: Sequence[int], images: Sequence[int], indices: Sequence[int]) -> list[list[int]]:
         """Return the indices of the examples of each row."""
         for index, length, tokens in zip(indices, lengths, images, strict=True):
-            problem = f"example {index} of {self._name} has {length} tokens, {tokens} of them for images"
+            problem = f"example {index} of {self.name} has {length} tokens, {tokens} of them for images"
             way = "shrink its images, or remove it: dataset.filter(...)"
-            if not 0 < length <= self._max_length:
-                raise ValueError(f"{problem}, but max_length is {self._max_length}; raise it, {way}")
-            if tokens > self._max_image_tokens:
-                raise ValueError(f"{problem}, but max_image_tokens is {self._max_image_tokens}; raise it, {way}")
-        rows = best_fit_decreasing(lengths, self._max_length, images, self._max_image_tokens)
+            if not 0 < length <= self.max_length:
+                raise ValueError(f"{problem}, but max_length is {self.max_length}; raise it, {way}")
+            if tokens > self.max_image_tokens:
+                raise ValueError(f"{problem}, but max_image_tokens is {self.max_image_tokens}; raise it, {way}")
+        rows = best_fit_decreasing(lengths, self.max_length, images, self.max_image_tokens)
         return [[indices[item] for item in row] for row in rows]
 
 

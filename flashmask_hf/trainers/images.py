@@ -11,8 +11,7 @@ from torch import Tensor
 from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
-from flashmask_hf.collators.images import TOKEN_TYPES
-from flashmask_hf.collators.rope_index import RopeIndex
+from flashmask_hf.collators.images import TOKEN_TYPES, images_of
 from flashmask_hf.trainers.towers import run_tower_in_every_call
 
 _COUNTS = ("num_images", "num_tiles")
@@ -34,12 +33,6 @@ def prepare_models(trainer: Any) -> None:
     for model in (trainer.model, getattr(trainer, "ref_model", None)):
         if model is not None and trainer.accelerator.num_processes > 1:
             run_tower_in_every_call(trainer.accelerator.unwrap_model(model), trainer.processing_class)
-
-
-def rope_index_of(model: Any) -> RopeIndex | None:
-    """Return the positions of a model with several axes, or None."""
-    has_axes = any(hasattr(type(part), "get_rope_index") for part in model.modules())
-    return RopeIndex.of(model) if has_axes else None
 
 
 def count_padded_rows(batch: dict[str, Any], rows: int) -> None:
@@ -145,7 +138,8 @@ class VisionPreferences:
             For each example `prompt_ids`, `chosen_ids`, `rejected_ids` and its prompt's `TOKEN_TYPES`, int64 [n] each,
             and `sizes`, a dict of tensors [images, ...]; and keys of pixels.
         """
-        raw = [_with_images(example) for example in examples]
+        others = [{name: value for name, value in example.items() if name != "image"} for example in examples]
+        raw = [other | {"images": images_of(example)} for other, example in zip(others, examples, strict=True)]
         counts = [len(example["images"]) for example in raw]
         batch = self._collate(raw)
         ids, real, answered = (batch.pop(name) for name in ("input_ids", "attention_mask", "completion_mask"))
@@ -162,13 +156,6 @@ class VisionPreferences:
             for row in range(half)
         ]
         return tokenized, dict(batch)
-
-
-def _with_images(example: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an example with the column `images`, as TRL's collator needs it."""
-    given = {name: value for name, value in example.items() if name != "image"}
-    image, images = example.get("image"), example.get("images")
-    return given | {"images": list(images or []) if image is None else [image]}
 
 
 class _OncePerPrompt:

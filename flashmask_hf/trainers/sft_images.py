@@ -9,7 +9,7 @@ from accelerate import PartialState
 from datasets import Dataset, IterableDataset
 
 from flashmask_hf.collators.dataset import first_row, unformatted
-from flashmask_hf.collators.rope_index import RopeIndex
+from flashmask_hf.collators.rope_index import rope_index_of
 from flashmask_hf.collators.vision import DataCollatorForPackedVisionLanguageModeling
 from flashmask_hf.hf.models import unwrap_peft
 from flashmask_hf.trainers.data_checks import IMAGES, has_images, without_media
@@ -79,8 +79,8 @@ class ImagesMixin:
             if collator.completion_only_loss is not None:
                 stock.completion_only_loss = collator.completion_only_loss
             collator = replace(collator, collator=stock, completion_only_loss=None)
-        if collator.rope_index is None and any(hasattr(type(part), "get_rope_index") for part in model.modules()):
-            collator = replace(collator, rope_index=RopeIndex.of(model))
+        if collator.rope_index is None:
+            collator = replace(collator, rope_index=rope_index_of(model))
         self._lengths_of = collator.collator if isinstance(collator.collator, type(stock)) else stock
         self.data_collator, self._max_image_tokens = collator, max_image_tokens
         # TRL's loss divides by a step's learned tokens. Some models' own losses do not (Qwen-VL, Gemma 4), and Trainer

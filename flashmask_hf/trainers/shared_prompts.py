@@ -20,9 +20,10 @@ from torch import Tensor
 from transformers import ProcessorMixin
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
-from flashmask_hf.collators.images import add_image_tokens
+from flashmask_hf.collators.images import add_image_tokens, images_of
 from flashmask_hf.collators.packing import pack_forests
 from flashmask_hf.collators.prefixes import share_prefixes, share_prompts, sort_key
+from flashmask_hf.collators.rope_index import rope_index_of
 from flashmask_hf.hf.packed.rows import check_compiled
 from flashmask_hf.hf.packed.shared_prefill import shared_prefill
 from flashmask_hf.names import FLASHMASK, PACKED_INDEX, VECTORS
@@ -34,7 +35,6 @@ from flashmask_hf.trainers.images import (
     SequenceImages,
     count_padded_rows,
     prepare_models,
-    rope_index_of,
 )
 from flashmask_hf.trainers.loading import flashmask_policy, run_packed_models
 from flashmask_hf.trainers.metrics import log_sharing
@@ -288,7 +288,7 @@ def _refuse_unread_images(examples: Sequence[Mapping[str, Any]], processing_clas
     """Raise a ValueError if examples have images, but no processor reads them."""
     if isinstance(processing_class, ProcessorMixin):
         return
-    if any(example.get("images") or example.get("image") is not None for example in examples):
+    if any(images_of(example) for example in examples):
         raise ValueError("prompts have images, which a tokenizer does not read; pass a processor as processing_class")
 
 

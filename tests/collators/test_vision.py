@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from flashmask_hf.collators import DataCollatorForPackedVisionLanguageModeling, RopeIndex
+from flashmask_hf.collators.images import images_of
 
 QWEN = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
 QUICK = ("qwen2_5_vl", "gemma3", "smolvlm")
@@ -255,8 +256,17 @@ def test_wrong_examples_raise(wrong):
         collator([given])
 
 
+def test_an_image_comes_before_images_as_in_trl():
+    one, two = picture(1, 1), picture(1, 2)
+    assert images_of({"image": one, "images": [two]}) == [one]
+    assert images_of({"image": None, "images": [two]}) == [two]
+    assert images_of({"images": None}) == images_of({}) == []
+
+
 def test_wrong_rows_raise():
     processor = tiny_processor("llava")
+    with pytest.raises(TypeError, match=r"processor must be of text and images, got \w+; load it by Auto"):
+        DataCollatorForPackedVisionLanguageModeling(processor.tokenizer)
     collator, _ = made(processor, max_length=16)
     without = document("llava", [(1, 1)], 2)
     del without["pixel_values"]

@@ -6,6 +6,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tools.block_diffusion import mirrored, reference_mask
+from tools.model_pairs import SIZES
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM, Qwen3Config
@@ -89,16 +90,7 @@ def test_noisy_tokens_of_packed_documents_are_as_alone() -> None:
 
 def tiny_model():
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=48,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        initializer_range=0.3,
-    )
+    config = Qwen3Config(**SIZES, initializer_range=0.3)
     return AutoModelForCausalLM.from_config(config).double()
 
 

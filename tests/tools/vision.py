@@ -17,6 +17,7 @@ import transformers
 from datasets import Dataset
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
+from tools.model_pairs import SIZES
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, video_processing_utils
 from transformers.models.gemma4 import image_processing_pil_gemma4
@@ -59,19 +60,7 @@ KINDS = (
     "pixtral",
 )
 
-_TEXT: dict[str, Any] = dict(
-    vocab_size=VOCAB,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    max_position_embeddings=512,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
+_TEXT: dict[str, Any] = SIZES | dict(vocab_size=VOCAB, max_position_embeddings=512, bos_token_id=1, eos_token_id=2)
 _TOWER: dict[str, Any] = dict(
     hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, patch_size=4
 )
