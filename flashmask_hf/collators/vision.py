@@ -132,6 +132,9 @@ class DataCollatorForPackedVisionLanguageModeling(PackingCollator):
     def _document(self, example: Mapping[str, Any], name: str) -> Document:
         """Return the inputs of an example alone, with positions along the axes of the `rope_index`."""
         given = {key: value for key, value in example.items() if value is not None}
+        if self.collator is None and "input_ids" in given:  # TRL tokenizes datasets without a column of images
+            problem = f"{name} is tokenized, but TRL's collator takes raw examples"
+            raise ValueError(f"{problem}; keep the column images, or use DataCollatorForPackedLanguageModeling")
         given["images"] = images_of(given)
         given.pop("image", None)
         document = {key: torch.as_tensor(value) for key, value in self._collator(given)([given]).items()}

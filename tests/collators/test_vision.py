@@ -267,6 +267,8 @@ def test_wrong_rows_raise():
     processor = tiny_processor("llava")
     with pytest.raises(TypeError, match=r"processor must be of text and images, got \w+; load it by Auto"):
         DataCollatorForPackedVisionLanguageModeling(processor.tokenizer)
+    with pytest.raises(ValueError, match="example 0 is tokenized, but TRL's collator takes raw examples; keep the col"):
+        DataCollatorForPackedVisionLanguageModeling(processor)([{"input_ids": [1, 2], "labels": [1, 2]}])
     collator, _ = made(processor, max_length=16)
     without = document("llava", [(1, 1)], 2)
     del without["pixel_values"]
