@@ -12,13 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from flashmask_hf.collators.packing import pack_forests
-from flashmask_hf.collators.prefixes import share_prefixes as build_tries
+from flashmask_hf.collators.shared_rows import pack_sequences
 from flashmask_hf.hf.call import Call, cache_of
 from flashmask_hf.hf.checks.recurrent import is_guarded
 from flashmask_hf.hf.models import state_of, unwrap_peft
 from flashmask_hf.hf.packed.rows import check_compiled, run_packed
-from flashmask_hf.names import PACKED_IDS, PACKED_INDEX, PACKED_REAL
+from flashmask_hf.names import PACKED_IDS, PACKED_REAL
 from flashmask_hf.torch_internals import device_assert
 
 logger = logging.getLogger(__name__)
@@ -89,20 +88,15 @@ def _share(call: Call, minimum: float) -> dict[str, Any]:
     numbers, starts = marks[0], _starts(call, *marks)
     if not starts.any():
         return call.named
-    real = np.flatnonzero(numbers)  # the documents' tokens, one document after another
-    packed = _pack(ids.ravel()[real].tobytes(), np.flatnonzero(starts.ravel()[real]).tobytes())
-    size = packed[PACKED_IDS].numel()
-    if 1 - size / ids.size < minimum:
+    real = numbers != 0
+    packed = _pack(ids.tobytes(), real.tobytes(), starts.tobytes(), ids.shape)
+    if 1 - packed[PACKED_IDS].numel() / ids.size < minimum:
         return call.named
     check_compiled(call.model, call.tokens.device)
-    # Nothing reads the entries of padding; distinct ones are faster in the backward than equal ones.
-    index = np.arange(ids.size) % size
-    index[real] = packed[PACKED_INDEX][0]
-    added = packed | {PACKED_INDEX: torch.from_numpy(index.reshape(ids.shape))}
-    if len(real) < ids.size:
-        added[PACKED_REAL] = torch.from_numpy(numbers != 0)
+    if not real.all():
+        packed = packed | {PACKED_REAL: torch.from_numpy(real)}
     kept = {name: value for name, value in call.named.items() if name not in _REPLACED}
-    return kept | {"use_cache": False} | {name: x.to(call.tokens.device) for name, x in added.items()}
+    return kept | {"use_cache": False} | {name: x.to(call.tokens.device) for name, x in packed.items()}
 
 
 def _can_share(call: Call) -> bool:
@@ -180,18 +174,11 @@ def _starts(
 
 
 @functools.lru_cache(maxsize=8)
-def _pack(tokens: bytes, starts: bytes) -> dict[str, Tensor]:
-    """Return the trie of sequences as `PackedRows.indexed_batch`, with the place of each token [1, n].
-
-    Args:
-        tokens: token ids of the sequences one after another, int64 [n].
-        starts: index of each sequence's first token, int64 [sequences].
-    """
-    sequences = np.split(np.frombuffer(tokens, np.int64), np.frombuffer(starts, np.int64)[1:])
-    forests, leaves = build_tries(sequences)
-    rows = pack_forests(forests)
-    paths = [rows.starts[forest] + forests[forest].path(segment) for forest, segment in leaves]
-    return rows.indexed_batch(np.concatenate(paths)[None])
+def _pack(ids: bytes, real: bytes, starts: bytes, shape: tuple[int, int]) -> dict[str, Tensor]:
+    """Return `pack_sequences`' rows as `PackedRows.indexed_batch`; the arguments are the bytes of its arrays."""
+    masks = (np.frombuffer(x, np.bool_).reshape(shape) for x in (real, starts))
+    rows, index, _ = pack_sequences(np.frombuffer(ids, np.int64).reshape(shape), *masks)
+    return rows.indexed_batch(index)
 
 
 def _refuse_read_padding(backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from flashmask_hf.collators.columns import as_token_ids
 
@@ -41,10 +40,10 @@ def read_answers(
     return as_token_ids(example["prompt_ids"] if "prompt_ids" in has else [], f"prompt_ids of {name}"), answers
 
 
-def first_equals(answers: Sequence[NDArray[np.int64]], paths: Sequence[Tensor]) -> list[Tensor]:
-    """Return, for each of N answers, the path of the first answer with the same tokens.
+def first_equals(answers: Sequence[NDArray[np.int64]], places: Sequence[Any]) -> list[Any]:
+    """Return, for each of N answers, the place of the first answer with the same tokens.
 
     Copies of an answer round differently at different places of a packed row, so the first is read for all.
     """
-    found: dict[bytes, Tensor] = {}
-    return [found.setdefault(answer.tobytes(), path) for answer, path in zip(answers, paths, strict=True)]
+    found: dict[bytes, Any] = {}
+    return [found.setdefault(answer.tobytes(), place) for answer, place in zip(answers, places, strict=True)]

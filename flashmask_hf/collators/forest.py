@@ -15,6 +15,9 @@ from flashmask_hf.depth_first import subtree_ends
 TokenIds: TypeAlias = Sequence[int] | NDArray[np.int64]
 """Token ids of one segment, [n]."""
 
+Leaf: TypeAlias = tuple[int, int]
+"""Index of a forest, and of the segment in it where a sequence ends: `forests[f].path(s)` locates its tokens."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Forest:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flashmask_hf._numbers import as_integer
 from flashmask_hf.collators.bins import best_fit_decreasing
-from flashmask_hf.collators.forest import Forest, lay_out
+from flashmask_hf.collators.forest import Forest, Leaf, lay_out
 from flashmask_hf.names import PACKED_IDS, PACKED_INDEX, PACKED_POSITIONS, VECTORS
 
 logger = logging.getLogger(__name__)
@@ -70,6 +70,19 @@ class PackedRows:
         """
         names = {"input_ids": PACKED_IDS, "position_ids": PACKED_POSITIONS, VECTORS: VECTORS}
         return {names[name]: x for name, x in self.batch().items()} | {PACKED_INDEX: torch.as_tensor(index)}
+
+    def place(self, leaves: Sequence[Leaf], real: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """Return the index in the flattened rows of each token of a batch's sequences, int64 [N, L].
+
+        Entries of padding are distinct, for `indexed_batch`; nothing may read them.
+
+        Args:
+            leaves: the leaf of each sequence.
+            real: bool [N, L], the sequences' tokens, one sequence after another; False for padding.
+        """
+        index = np.arange(real.size).reshape(real.shape) % self.input_ids.size
+        index[real] = np.concatenate([self.starts[forest] + self.forests[forest].path(leaf) for forest, leaf in leaves])
+        return index
 
     def paths(self, forest: int) -> list[Tensor]:
         """Return the indices in the flattened rows of the path to each leaf of a forest, int64 [depth] each."""

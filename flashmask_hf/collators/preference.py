@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from flashmask_hf.collators.answers import first_equals, read_answers
 from flashmask_hf.collators.columns import all_have, as_number, example_names
@@ -107,27 +106,24 @@ class DataCollatorForSharedQuestion(PackingCollator):
                     "max_length %d. Other examples are cut without another warning.", name, longest, self.max_length,
                 )  # fmt: skip
         rows = self._pack([Forest.shared_question(question, answers) for question, answers, _ in read], names)
-        paths = [first_equals(answers, rows.paths(index)) for index, (_, answers, _) in enumerate(read)]
-        most = max(map(len, paths))
-        sequences = [(index, nth) for nth in range(most) for index, own in enumerate(paths) if nth < len(own)]
-        places = [paths[index][nth] for index, nth in sequences]
-        flat = torch.from_numpy(rows.input_ids).flatten()
-        input_ids = pad_sequence([flat[own] for own in places], batch_first=True, padding_value=self.pad_token_id)
-        at = torch.arange(input_ids.shape[1])
-        real = at < torch.tensor([len(own) for own in places])[:, None]
-        answered = at >= torch.tensor([len(read[index][0]) for index, _ in sequences])[:, None]
-        packed_index = torch.arange(input_ids.numel()).view_as(input_ids) % flat.numel()  # distinct entries as padding
-        packed_index[real] = torch.cat(places)
+        segments = [first_equals(answers, range(1, len(answers) + 1)) for _, answers, _ in read]
+        most = max(map(len, segments))
+        leaves = [(index, own[nth]) for nth in range(most) for index, own in enumerate(segments) if nth < len(own)]
+        starts = torch.tensor([len(read[index][0]) for index, _ in leaves])[:, None]
+        ends = starts + torch.tensor([len(read[index][1][segment - 1]) for index, segment in leaves])[:, None]
+        at = torch.arange(int(ends.max()))
+        real = at < ends
+        place = rows.place(leaves, real.numpy())
         batch = {  # input_ids first: accelerate takes the batch size from it
-            "input_ids": input_ids,
+            "input_ids": torch.from_numpy(rows.input_ids.ravel()[place]).where(real, self.pad_token_id),
             "attention_mask": real.long(),
-            "completion_mask": (real & answered).long(),
-            **rows.indexed_batch(packed_index),
+            "completion_mask": (real & (at >= starts)).long(),
+            **rows.indexed_batch(place),
         }
         if self.read_images is not None:
-            self._add_images(batch, pixels, examples, [index for index, _ in sequences], real)
+            self._add_images(batch, pixels, examples, [index for index, _ in leaves], real)
         if most > 2:
-            batch["question_index"] = torch.tensor([index for index, _ in sequences])
+            batch["question_index"] = torch.tensor([index for index, _ in leaves])
         for column in ("ref_chosen_logps", "ref_rejected_logps"):
             if all_have(column, [example.get(column) is not None for example in examples], names):
                 given = zip(examples, names, strict=True)

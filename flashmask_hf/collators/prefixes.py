@@ -8,10 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmask_hf.collators.forest import Forest
-
-Leaf = tuple[int, int]
-"""Index of a forest, and of the segment in it where a sequence ends: `forests[f].path(s)` locates its tokens."""
+from flashmask_hf.collators.forest import Forest, Leaf
 
 
 def share_prompts(

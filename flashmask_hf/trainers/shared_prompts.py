@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from datasets import Dataset
 from torch import Tensor
@@ -21,9 +20,9 @@ from transformers import ProcessorMixin
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
 from flashmask_hf.collators.images import add_image_tokens, images_of
-from flashmask_hf.collators.packing import pack_forests
-from flashmask_hf.collators.prefixes import share_prefixes, share_prompts, sort_key
+from flashmask_hf.collators.prefixes import sort_key
 from flashmask_hf.collators.rope_index import rope_index_of
+from flashmask_hf.collators.shared_rows import pack_sequences
 from flashmask_hf.hf.packed.rows import check_compiled
 from flashmask_hf.hf.packed.shared_prefill import shared_prefill
 from flashmask_hf.names import FLASHMASK, PACKED_INDEX, VECTORS
@@ -125,7 +124,7 @@ class SharedPrompts:
         # The loss reads completions and the hidden state before them, a mixture's auxiliary loss all tokens.
         width = input_ids.shape[1] if kwargs.get("output_router_logits") else keep + 1
         ids, mask = input_ids.cpu(), attention_mask.cpu()  # waits for the device
-        packed, trees = pack_sequences(ids, mask, keep, self._share, self.args.pad_to_multiple_of, images)
+        packed, trees = pack_completions(ids, mask, keep, self._share, self.args.pad_to_multiple_of, images)
         if images:
             add_image_tokens(packed, ids, mask.bool(), images.types, images.sizes, trees, self._rope_index)
             kwargs |= images.of([trees.index(tree) for tree in range(max(trees) + 1)])
@@ -189,7 +188,7 @@ class SharedPrompts:
             batch["old_per_token_logps"] = log_probabilities
 
 
-def pack_sequences(
+def pack_completions(
     input_ids: Tensor,
     attention_mask: Tensor,
     keep: int,
@@ -218,17 +217,14 @@ def pack_sequences(
     prompt_lengths = real[:, : ids.shape[1] - keep].sum(1).tolist()
     if min(prompt_lengths) < 1:
         raise ValueError(f"prompt {prompt_lengths.index(0)} of the micro-batch {_NO_TOKENS}")
-    sequences = [row[here].astype(np.int64) for row, here in zip(ids, real, strict=True)]
-    prompts = [sort_key(tokens[:length]) for tokens, length in zip(sequences, prompt_lengths, strict=True)]
-    kinds = images.kinds(prompts, keep) if images else None
-    if share == "prompts":
-        forests, leaves = share_prompts(sequences, prompt_lengths, kinds)
-    else:
-        forests, leaves = share_prefixes(sequences, kinds)
-    rows = pack_forests(forests, pad_to_multiple_of=pad_to_multiple_of)
-    index = np.arange(ids.size).reshape(ids.shape) % rows.input_ids.size  # nothing reads the entries of padding
-    for row, (forest, segment) in enumerate(leaves):
-        index[row, real[row]] = rows.starts[forest] + forests[forest].path(segment)
+    kinds = None
+    if images:
+        prompts = [row[here][:length] for row, here, length in zip(ids, real, prompt_lengths, strict=True)]
+        kinds = images.kinds([sort_key(prompt) for prompt in prompts], keep)
+    lengths = prompt_lengths if share == "prompts" else None
+    rows, index, leaves = pack_sequences(
+        ids, real, prompt_lengths=lengths, kinds=kinds, pad_to_multiple_of=pad_to_multiple_of
+    )
     return rows.indexed_batch(index), [forest for forest, _ in leaves]
 
 

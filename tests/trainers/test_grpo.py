@@ -42,7 +42,7 @@ from flashmask_hf.trainers import (
 )
 from flashmask_hf.trainers.loading import run_packed_models
 from flashmask_hf.trainers.metrics import log_sharing
-from flashmask_hf.trainers.shared_prompts import group_prompts, pack_sequences
+from flashmask_hf.trainers.shared_prompts import group_prompts, pack_completions
 
 pytestmark = [
     *TRAINER_WARNINGS,
@@ -528,7 +528,7 @@ def test_the_packed_row_of_a_micro_batch():
     """A prompt of two completions, one of which is empty, and a sequence alone."""
     ids = torch.tensor([[0, 5, 6, 8, 9], [4, 5, 6, 8, 0], [0, 5, 6, 0, 0]])
     mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 0], [0, 1, 1, 0, 0]])
-    packed, trees = pack_sequences(ids, mask, keep=2, pad_to_multiple_of=12)
+    packed, trees = pack_completions(ids, mask, keep=2, pad_to_multiple_of=12)
     assert trees == [1, 0, 1]
     assert packed["packed_input_ids"].tolist() == [[4, 5, 6, 8, 5, 6, 8, 9, 0, 0, 0, 0]]
     assert packed["packed_position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 2, 3, 0, 0, 0, 0]]
@@ -536,7 +536,7 @@ def test_the_packed_row_of_a_micro_batch():
     assert packed["packed_index"][0, 1:].tolist() == [4, 5, 6, 7]
     assert packed["packed_index"][1, :4].tolist() == [0, 1, 2, 3]
     assert packed["packed_index"][2, 1:3].tolist() == [4, 5]
-    trie, _ = pack_sequences(ids, mask, keep=2, share="tokens")
+    trie, _ = pack_completions(ids, mask, keep=2, share="tokens")
     assert trie["packed_input_ids"].tolist() == [[4, 5, 6, 8, 5, 6, 8, 9]]
 
 
