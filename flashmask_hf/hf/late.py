@@ -11,10 +11,10 @@ from flashmask_hf.hf.call import record_documents
 from flashmask_hf.hf.documents import UNBOUNDED, of_bounds, of_positions
 from flashmask_hf.hf.families import family_of
 from flashmask_hf.hf.layer_mask import LayerMask, cached_mask, check_hook_result
-from flashmask_hf.hf.merge import check_form, supplied_mask
+from flashmask_hf.hf.merge import check_form, may_attend_to_encoder, supplied_mask
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import VECTORS
-from flashmask_hf.torch_internals import is_capturing, is_one_of, stream_of
+from flashmask_hf.torch_internals import device_assert, is_capturing, is_one_of, stream_of
 
 
 def late_mask(
@@ -29,7 +29,7 @@ def late_mask(
     if causal and (position_ids is not None or kwargs.get("cu_seq_lens_q") is not None):
         record_documents()
     if vectors is None:
-        return LayerMask(_separated_mask(query, key, attention_mask, causal, kwargs))
+        return LayerMask(_separated_mask(module, query, key, attention_mask, causal, kwargs))
     record_documents(supplied=True)
     check_form(vectors, causal, getattr(module, "config", None))
     if not causal and attention_mask is None and hasattr(module, "config"):  # of a model that asked for no mask
@@ -82,7 +82,7 @@ def _window_of(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
 
 
 def _separated_mask(
-    query: Tensor, key: Tensor, hooked: Tensor | None, causal: bool, kwargs: dict[str, Any]
+    module: nn.Module, query: Tensor, key: Tensor, hooked: Tensor | None, causal: bool, kwargs: dict[str, Any]
 ) -> FlashMask:
     """Return the mask of the hook's columns, else of causality and window, with documents kept apart.
 
@@ -108,9 +108,10 @@ def _separated_mask(
     if marks is not None and marks.shape not in ((1, kv_len), (batch, kv_len)):
         marks = None
     by_bounds = bounds is not None and bounds.shape[0] > 2
-    if by_bounds and not (batch == 1 and q_len == kv_len and (causal or hooked is None)):
+    is_own = causal or hooked is None or not may_attend_to_encoder(getattr(module, "config", None))
+    if by_bounds and not (batch == 1 and q_len == kv_len and is_own):
         raise NotImplementedError(
-            f"cu_seq_lens_q of several documents is implemented for one causal row without a cache, got batch "
+            f"cu_seq_lens_q of several documents is implemented for one row without a cache or an encoder, got batch "
             f"{batch}, {q_len} queries and {kv_len} keys; flatten the batch into one row, or pass {VECTORS}"
         )
     marks = bounds if by_bounds else marks
@@ -120,10 +121,17 @@ def _separated_mask(
         if marks is not None:
             real = None if hooked is None else hooked[:, 0, 0] > 0
             found = of_bounds(marks, kv_len) if by_bounds else of_positions(marks, real)
-            end = (found.end + (q_len - kv_len)).clamp(min=0).to(torch.int32)
-            columns = torch.minimum(columns, end[:, None, None])
-            if not causal:
-                columns[:, :, 1] = found.start
+            end = (found.end + (q_len - kv_len)).clamp(min=0).to(torch.int32)[:, None]
+            last, *others = columns.unbind(2)
+            if len(others) > 1:
+                device_assert(
+                    ((others[0] >= q_len) & (others[1] <= 0)).all(),
+                    "cu_seq_lens_q of several documents beside a mask function that shows a key to several intervals "
+                    f"of queries is not implemented; pass {VECTORS}",
+                )
+            if others:
+                others[-1] = torch.maximum(others[-1], found.start.to(torch.int32)[:, None])
+            columns = torch.stack(torch.broadcast_tensors(torch.minimum(last, end), *others), 2)
         return FlashMask(columns.transpose(2, 3).contiguous(), causal)
 
     sources = tuple(x for x in (hooked, marks) if x is not None)

@@ -107,7 +107,7 @@ def mask_hook(
     span = None if visible is None else visible.span()
     if call is not None and call.get("encoder_hidden_states") is not None and (span is None or span[0] != 0):
         call = documents = None  # keys of an encoder
-    is_row = same_tokens and batch_size == 1 and visible is not None and visible.starts_at_key()
+    is_row = same_tokens and batch_size == 1 and visible is not None
     if call is not None and call.indices is not None:
         rows = None
         if same_tokens and visible is not None and span is not None:

@@ -18,9 +18,14 @@ from flashmask_hf.names import VECTORS
 from flashmask_hf.torch_internals import device_assert
 
 
+def may_attend_to_encoder(config: Any) -> bool:
+    """Return whether layers with this config may attend to an encoder's tokens, whose documents are others."""
+    return getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False)
+
+
 def check_form(vectors: Any, causal: bool, config: Any) -> None:
     """Check the dtype and bounds of mask indices, and that this config's model takes them."""
-    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
+    if may_attend_to_encoder(config):
         raise NotImplementedError(
             f"{VECTORS} would reach the encoder, the decoder and the attention between them alike; models with an "
             "encoder and a decoder do not take them: use attention_mask"

@@ -22,7 +22,7 @@ from tools.support import covering
 from torch._dynamo.exc import Unsupported
 from torch.distributed.tensor.experimental import context_parallel
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
-from transformers.masking_utils import bidirectional_mask_function
+from transformers.masking_utils import bidirectional_mask_function, sliding_window_bidirectional_mask_function
 
 from flashmask_hf import FlashMask, flashmask_attention, masks
 from flashmask_hf.hf import layer_mask, merge
@@ -351,17 +351,20 @@ def test_window_with_positions_of_several_axes_is_refused():
 def test_cu_seq_lens_that_cannot_be_honoured_are_refused():
     edges = torch.tensor([0, 2, 6], dtype=torch.int32)
     for columns in (None, mask_hook(batch_size=2, q_length=6, kv_length=6)):
-        with pytest.raises(NotImplementedError, match=r"cu_seq_lens_q .*one causal row.*flatten the batch"):
+        with pytest.raises(NotImplementedError, match=r"cu_seq_lens_q .*one row without a cache.*flatten the batch"):
             attend(cu_seq_lens_q=edges, attention_mask=columns)
-    with pytest.raises(NotImplementedError, match=r"cu_seq_lens_q .*one causal row.*flatten the batch"):
+    with pytest.raises(NotImplementedError, match=r"cu_seq_lens_q .*one row without a cache.*flatten the batch"):
         model_pair("llama")[0](tokens(2, 6), cu_seq_lens_q=edges, use_cache=False)
-    for columns in (
-        mask_hook(batch_size=1, q_length=4, q_offset=2, kv_length=6),
-        mask_hook(batch_size=1, q_length=6, kv_length=6, mask_function=bidirectional_mask_function),
-    ):
-        q_len = 4 if columns.shape[2] == 1 else 6
-        with pytest.raises(NotImplementedError, match=r"cu_seq_lens_q .*one causal row.*flatten the batch"):
-            attend(cu_seq_lens_q=edges, attention_mask=columns, q_len=q_len, batch=1)
+    part = mask_hook(batch_size=1, q_length=4, q_offset=2, kv_length=6)
+    whole = mask_hook(batch_size=1, q_length=6, kv_length=6, mask_function=bidirectional_mask_function)
+    for columns, q_len, decoder in ((part, 4, False), (whole, 6, True)):
+        query, module = torch.randn(1, 2, q_len, 8), torch.nn.Module()
+        module.config = types.SimpleNamespace(add_cross_attention=decoder)
+        with pytest.raises(NotImplementedError, match=r"cu_seq_lens_q .*one row without a cache.*flatten the batch"):
+            late_mask(module, query, torch.randn(1, 2, 6, 8), columns, dict(cu_seq_lens_q=edges))
+    pieces = torch.tensor([2, 4, 0, 1], dtype=torch.int32).view(1, 1, 4, 1).expand(1, 1, 4, 6)
+    with pytest.raises(RuntimeError, match="several intervals of queries"):
+        attend(cu_seq_lens_q=edges, attention_mask=pieces, batch=1)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -370,6 +373,12 @@ def test_cu_seq_lens_are_documents(dtype):
     columns = mask_hook(batch_size=1, q_length=8, kv_length=8)
     mask = late_mask(torch.nn.Module(), query, query, columns, dict(cu_seq_lens_q=edges)).mask
     assert torch.equal(mask.indices, masks.causal_document([3, 3, 2]).indices)
+    window = sliding_window_bidirectional_mask_function(2)
+    for function, local in ((bidirectional_mask_function, None), (window, masks.sliding_window(8, 3, causal=False))):
+        columns = mask_hook(batch_size=1, q_length=8, kv_length=8, mask_function=function)
+        mask = late_mask(torch.nn.Module(), query, query, columns, dict(cu_seq_lens_q=edges, is_causal=False)).mask
+        documents = masks.document([3, 3, 2]).to_dense(8)
+        assert torch.equal(mask.to_dense(8), documents if local is None else documents & local.to_dense(8))
 
 
 def test_a_hidden_token_at_position_0_starts_no_document():
