@@ -31,3 +31,9 @@ PACKED_REAL = "packed_real"
 
 IGNORED = -100
 """The label of a token without a loss."""
+
+LABEL_WEIGHTS = "label_weights"
+"""The batch key of what the label at each token counts, float32 [R, S], 0 without a label."""
+
+SHIFT_LABEL_WEIGHTS = "shift_label_weights"
+"""The batch key of the weights beside `shift_labels`, float32 [R, S]: what the label after each token counts."""

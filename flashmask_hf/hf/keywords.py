@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flashmask_hf.names import HASH, PACKED_INDEX, PACKED_REAL, QK, VECTORS
+from flashmask_hf.names import HASH, LABEL_WEIGHTS, PACKED_INDEX, PACKED_REAL, QK, VECTORS
 
 _USED = f"cu_seq_lens_q is_causal position_ids s_aux sliding_window softcap {VECTORS}".split()
 """Keywords that change the result and are implemented."""
@@ -62,7 +62,7 @@ def check_keywords(module: nn.Module, dropout: float, kwargs: dict[str, Any], im
     Raises:
         TypeError: a keyword that looks like `startend_row_indices` and is not.
         ValueError: dropout in training, or a sliding window of less than one token.
-        NotImplementedError: a keyword that is not implemented, or options of another implementation.
+        NotImplementedError: a keyword that is not implemented, options of another implementation, or weights of labels.
     """
     asked = f"attn_implementation='{implementation}'"
     if dropout > 0 and module.training:
@@ -82,6 +82,9 @@ def check_keywords(module: nn.Module, dropout: float, kwargs: dict[str, Any], im
                 f"{name} changes the result of attention and is not implemented by {asked}; "
                 + _WAYS_OUT[name].format(name)
             )
+        if name == LABEL_WEIGHTS:
+            way = "train with PackedSFTTrainer, or remove the weights from the dataset"
+            raise NotImplementedError(f"{name} of the batch would not weigh this trainer's loss; {way}")
         if name in _SPARSE:
             raise NotImplementedError(
                 f"{name} is an option of attn_implementation='{_SPARSE[name]}', but this layer has {asked}; call "

@@ -13,15 +13,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flashmask_hf._numbers import check_tensor
-from flashmask_hf.names import IGNORED, VECTORS
+from flashmask_hf.names import IGNORED, LABEL_WEIGHTS, SHIFT_LABEL_WEIGHTS, VECTORS
 from flashmask_hf.parallel.collectives import Group, group_of
 from flashmask_hf.torch_internals import device_assert
 
 if TYPE_CHECKING:  # some builds of torch lack it
     from torch.distributed import ProcessGroup
 
-_SHARDED = ("input_ids", "position_ids", "labels", "shift_labels", "path_weights")
+_SHARDED = ("input_ids", "position_ids", "labels", "shift_labels", "path_weights", LABEL_WEIGHTS)
 """Batch keys with tokens in the last axis."""
+
+_SHIFTED = {"labels": ("shift_labels", IGNORED), LABEL_WEIGHTS: (SHIFT_LABEL_WEIGHTS, 0)}
+"""Batch keys of labels, with their names after the shift and what the last token gets."""
 
 _compared: set[str] = set()
 """Names of the groups whose ranks had the same first batch."""
@@ -62,12 +65,13 @@ class RowSplit:
     def shard(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return this rank's shard of a batch of whole rows, for a model call in the context.
 
-        Mask indices stay whole. Labels are shifted first, and become `shift_labels`. Divide this rank's summed loss by
-        the number of labels of all ranks, and sum the gradients.
+        Mask indices stay whole. Labels and `label_weights` are shifted first, and become `shift_labels` and
+        `shift_label_weights`. Divide this rank's summed loss by the number of labels of all ranks, and sum the
+        gradients.
 
         Args:
-            batch: `startend_row_indices`, `input_ids`, `position_ids` (default: the split's), and `labels` [B, S] or
-                `shift_labels` (and `path_weights`) [B, S] or [B, W, S].
+            batch: `startend_row_indices`, `input_ids`, `position_ids` (default: the split's), and `labels` [B, S] (and
+                `label_weights`) or `shift_labels` (and `path_weights`) [B, S] or [B, W, S].
 
         Raises:
             ValueError: mask indices are missing; a key cannot be split; a tensor has another length; `position_ids`
@@ -90,8 +94,9 @@ class RowSplit:
                 raise ValueError(f"{key} must have shape [B, {self.length}], as the split row has, got {got}")
             if key == "position_ids" and value.dim() == 2 and not self._has_positions(value):
                 raise ValueError("position_ids of batch and sequence_parallel differ; pass the batch's to both")
-            if key == "labels":
-                key, value = "shift_labels", nn.functional.pad(value[:, 1:], (0, 1), value=IGNORED)
+            if key in _SHIFTED:
+                key, filler = _SHIFTED[key]
+                value = nn.functional.pad(value[:, 1:], (0, 1), value=filler)
             shard[key] = value.index_select(-1, self.own_rows.to(value.device))
         return shard
 

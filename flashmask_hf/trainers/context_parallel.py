@@ -20,10 +20,11 @@ from torch import Tensor
 from flashmask_hf.hf.checks.recurrent import is_guarded
 from flashmask_hf.hf.models import unwrap_peft
 from flashmask_hf.mask import FlashMask
-from flashmask_hf.names import FLASHMASK, IGNORED, VECTORS
+from flashmask_hf.names import FLASHMASK, VECTORS
 from flashmask_hf.parallel.rows import split_rows
 from flashmask_hf.parallel.split import make_split, refuse_rope_by_length, run_split
 from flashmask_hf.tile_plan import ROWS
+from flashmask_hf.trainers.weighing import label_count
 
 _SETTING = "cp_size > 1 (parallelism_config)"
 
@@ -186,11 +187,11 @@ class ContextParallelMixin:
         way = "evaluate without compute_metrics, and predict with cp_size=1"
         _refuse(not prediction_loss_only, f"predictions would be of shards of rows; {way}")
         context, part = self._prepare_context_parallel_inputs(model, inputs)
-        count = part["shift_labels"].ne(IGNORED).sum()
+        count = label_count(part)
         dist.all_reduce(count, group=self._cp_group)
         # compute_loss multiplies by the number of ranks, whose gradients training averages.
         processes = self.accelerator.num_processes // self.get_tp_size()
         with torch.no_grad(), self.compute_loss_context_manager(), context():
-            loss = self.compute_loss(model, part, num_items_in_batch=count.clamp(min=1) * processes)
+            loss = self.compute_loss(model, part, num_items_in_batch=count * processes)
         dist.all_reduce(loss, group=self._cp_group)
         return loss, None, None

@@ -18,7 +18,7 @@ from flashmask_hf.collators.dataset import first_row, pack_dataset, unformatted,
 from flashmask_hf.collators.labels import MASK_COLUMNS
 from flashmask_hf.collators.language_modeling import DataCollatorForPackedLanguageModeling
 from flashmask_hf.hf.packed.rows import check_compiled, check_layers, drop_padding_from_router_logits
-from flashmask_hf.names import FLASHMASK, IGNORED, VECTORS
+from flashmask_hf.names import FLASHMASK, VECTORS
 from flashmask_hf.trainers.callbacks import add_callbacks
 from flashmask_hf.trainers.context_parallel import ContextParallelMixin, check_context_parallel, pad_for_parts
 from flashmask_hf.trainers.data_checks import check_prepared, text_datasets, without_media
@@ -29,12 +29,13 @@ from flashmask_hf.trainers.option_checks import checked_collator, prepared_argum
 from flashmask_hf.trainers.resume import ResumeMixin
 from flashmask_hf.trainers.sft_data import check_columns, check_completions, packing_report
 from flashmask_hf.trainers.sft_images import ImagesMixin, check_image_options, packs_images
+from flashmask_hf.trainers.weighing import WeighingMixin, label_count, without_labels
 
 _COMPUTES = ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics")
 """Arguments of the trainer that take logits or losses."""
 
 
-class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParallelMixin, SFTTrainer):
+class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParallelMixin, WeighingMixin, SFTTrainer):
     """`trl.SFTTrainer` on packed rows, in which each document attends only to itself.
 
     > Rows
@@ -235,15 +236,14 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
         return super().compute_loss(model, inputs, *args, **kwargs)
 
     def _idle_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
-        return batch | {name: torch.full_like(x, IGNORED) for name, x in batch.items() if name == "labels"}
+        return without_labels(batch)
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         """Run Trainer's `prediction_step`, and record the batch's loss and learned tokens."""
-        labels = inputs.get("labels")
         step = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        if step[0] is not None and labels is not None:
-            tokens = labels[..., 1:].ne(IGNORED).sum().to(step[0].device) * self._counts_rows
-            self._evaluated.append(torch.stack([step[0].detach().float(), tokens.float()]))
+        if step[0] is not None and inputs.get("labels") is not None:
+            tokens = label_count(inputs).to(step[0].device) * self._counts_rows
+            self._evaluated.append(torch.stack([step[0].detach().float(), tokens]))
         return step
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:

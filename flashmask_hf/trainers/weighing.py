@@ -1,0 +1,127 @@
+"""Weights of labels in the loss of TRL's SFTTrainer.
+
+The loss is sum(w * nll) / sum(abs(w)) over the labels of an optimizer step on all ranks. TRL's fused head returns
+values per token, which TRL sums into loss and metrics; they are multiplied by the weights in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from accelerate.utils import compare_versions
+from torch import Tensor
+
+from flashmask_hf.names import IGNORED, LABEL_WEIGHTS, SHIFT_LABEL_WEIGHTS
+
+
+def label_count(batch: Mapping[str, Any]) -> Tensor:
+    """Return the number of a batch's labels, each counted as often as its weight's absolute value, float32 []."""
+    return _shifted_weights(batch).abs().sum()
+
+
+def without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a batch of the same form whose labels are ignored."""
+    empty = {"labels": IGNORED, LABEL_WEIGHTS: 0}
+    return {**batch, **{name: torch.full_like(batch[name], x) for name, x in empty.items() if name in batch}}
+
+
+def _shifted_weights(batch: Mapping[str, Any]) -> Tensor:
+    """Return the weight of each token's label, the next token, float32 [R, S - 1], or [R, S / N] in a shard.
+
+    Labels without weights have 1, tokens without a label 0.
+    """
+    if SHIFT_LABEL_WEIGHTS in batch:
+        return batch[SHIFT_LABEL_WEIGHTS]
+    if LABEL_WEIGHTS in batch:
+        return batch[LABEL_WEIGHTS][..., 1:]
+    labels = batch["shift_labels"] if "shift_labels" in batch else batch["labels"][..., 1:]
+    return labels.ne(IGNORED).float()
+
+
+def check_weighing(args: Any, compute_loss_func: Any) -> None:
+    """Raise a ValueError if the loss of a `trl.SFTConfig` cannot read weights of labels."""
+    refused = {
+        f"loss_type={args.loss_type!r}": args.loss_type == "dft",
+        f"label_smoothing_factor={args.label_smoothing_factor}": args.label_smoothing_factor,
+        "compute_loss_func": compute_loss_func is not None,
+    }
+    for name, is_set in refused.items():
+        if is_set:
+            raise ValueError(f"{name} does not read the weights of labels; leave it out, or remove the weights")
+    if compare_versions("trl", "<", "1.15"):
+        raise ValueError("weights of labels need the fused head of trl>=1.15; install it, or remove the weights")
+
+
+class WeighingMixin:
+    """Mixin of an SFT trainer whose batches may have `label_weights`, float32 [R, S], beside `labels`.
+
+    A label counts as often as its weight says, in the loss and in the means of entropy and accuracy. If some batch has
+    weights, labels of batches without weights have 1. A negative weight lowers the label's probability, and counts by
+    its absolute value in divisors, entropy and accuracy.
+    """
+
+    _weighs = False
+
+    def _start_weighing(self) -> None:
+        """Read weights from here on.
+
+        Call it on every rank before training if any batch may have weights.
+
+        Raises:
+            ValueError: as in `check_weighing`.
+        """
+        check_weighing(self.args, self.compute_loss_func)
+        self._weighs = True
+        self.model_accepts_loss_kwargs = True  # else Trainer counts no labels, and TRL averages batches
+
+    def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> Any:
+        if not self._weighs and any(LABEL_WEIGHTS in batch for batch in batch_samples):
+            self._start_weighing()
+        if not self._weighs or not batch_samples:
+            return super()._get_num_items_in_batch(batch_samples, device)
+        count = torch.stack([label_count(batch) for batch in batch_samples]).sum().to(device)
+        if self.args.average_tokens_across_devices and self.args.world_size > 1:
+            count = self.accelerator.gather(count).sum()
+        return count / self._copies
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Compute TRL's loss with the weights of the batch's labels."""
+        names = LABEL_WEIGHTS, SHIFT_LABEL_WEIGHTS
+        if not self._weighs and any(name in inputs for name in names):
+            self._start_weighing()
+        if self._weighs:
+            model = _WeighedModel(model, _shifted_weights(inputs), num_items_in_batch)
+            inputs = {name: x for name, x in inputs.items() if name not in names}
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+
+class _WeighedModel:
+    """Model with TRL's fused head whose outputs per token are multiplied by the weights of labels.
+
+    It wraps models that are wrapped for distributed training or compiled.
+
+    Args:
+        model: the model.
+        weights: float32, one per output token, 0 without a label.
+        divisor: TRL's divisor of the loss, or None for the sum of the absolute weights. TRL makes it at least 1.
+    """
+
+    def __init__(self, model: Any, weights: Tensor, divisor: Any):
+        self._model, self._weights, self._divisor = model, weights, divisor
+
+    def __call__(self, **inputs: Any) -> Any:
+        output = self._model(**inputs)
+        if not inputs.get("fused_lm_head"):  # logits, for metrics
+            return output
+        weights = self._weights.to(output.log_probs.device)
+        sizes = weights.abs()
+        divisor = torch.as_tensor(sizes.sum() if self._divisor is None else self._divisor, device=weights.device)
+        output.log_probs = output.log_probs * (weights / divisor.where(divisor > 0, 1.0).clamp(max=1.0))
+        for name in ("label_mask", "entropy", "is_top1"):
+            setattr(output, name, getattr(output, name) * sizes)
+        output.loss = None  # without weights; TRL does not read it
+        return output
