@@ -15,12 +15,13 @@ import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
 from numpy.typing import NDArray
 
-from flashmask_hf._numbers import as_integer
+from flashmask_hf._numbers import as_integer, check_bool
 from flashmask_hf.collators.bins import best_fit_decreasing
 from flashmask_hf.collators.documents import is_packed, pieces, read_documents, unread_documents
 from flashmask_hf.collators.labels import LABEL_COLUMNS, has_labels, read_labels
 from flashmask_hf.collators.packing import as_count, check_size, check_truncation_mode
-from flashmask_hf.names import IGNORED
+from flashmask_hf.collators.tries import learned_tokens, order_by_prefixes, pack_shared_rows
+from flashmask_hf.names import IGNORED, LABEL_WEIGHTS
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +31,6 @@ _VERSION = 2
 _TOKEN_COLUMNS = ("input_ids", *LABEL_COLUMNS, "token_type_ids")
 
 _READ = (*_TOKEN_COLUMNS, "attention_mask")
-
-_EMPTY = np.empty(0, dtype=np.int32)
 
 _EXAMPLE = "_example"
 """Column of a stream with its examples: Arrow would need one schema for all, also of columns that are not read."""
@@ -52,8 +51,10 @@ def pack_dataset(
     max_position_embeddings: int | None = None,
     batch_size: int | None = None,
     num_proc: int | None = None,
+    row_length: int | None = None,
+    share_prefixes: bool = False,
 ) -> SomeDataset:
-    """Pack a tokenized dataset best-fit-decreasing into rows of at most `max_length` tokens.
+    """Pack a tokenized dataset best-fit-decreasing into rows.
 
     Documents without a label after their first token are dropped, for example pieces of a long prompt. Warnings count
     dropped and truncated documents, in a stream per batch. Rows are ordered by their first document, and documents keep
@@ -66,7 +67,7 @@ def pack_dataset(
         dataset: tokenized examples with `input_ids`, and any of `labels`, `completion_mask`, `assistant_masks` and
             `token_type_ids`, all lists of integers. Other columns are dropped, with a warning for weights. Columns that
             `with_format(columns=...)` hides are not read.
-        max_length: maximum number of tokens of a row.
+        max_length: maximum number of tokens of a document.
         split: cut a longer document into consecutive pieces, each a document of its own with positions from 0.
         truncation_mode: what to do with a longer document otherwise: "error", "keep_start" or "keep_end".
         completion_only_loss: as in `DataCollatorForPackedLanguageModeling`.
@@ -74,17 +75,25 @@ def pack_dataset(
         batch_size: number of examples packed together. Larger batches pack tighter, take more memory, and delay a
             stream's first row. None is 4,000 for a Dataset and 1,000 for an IterableDataset.
         num_proc: number of processes, for a `Dataset`.
+        row_length: maximum number of tokens of a row, at least `max_length`; None is `max_length`.
+        share_prefixes: compute tokens that examples begin with once per row; their labels count once per example. A
+            Dataset is first grouped by equal prefixes; examples of a stream share if they are packed together. Rows
+            are for `PackedSFTTrainer` alone, because other losses do not read `label_weights`. Causal attention alone.
 
     Returns:
         Dataset or IterableDataset: one example per row, in int32. `input_ids` is a list of documents, the last one
         empty; so are `labels`, if the examples have labels or masks, and `token_type_ids`, if the examples have them.
-        `seq_lengths` has the lengths of the documents. Rows without labels learn every token.
+        `seq_lengths` has the lengths of the documents. Rows without labels learn every token. With `share_prefixes`,
+        `input_ids` is a list of segments, then the parent of each segment, -1 for a root, then an empty list;
+        `label_weights`, float32, says how many examples learn each token, the last list empty; `seq_lengths` has the
+        lengths of the segments, and `example_lengths` the lengths of the examples.
 
     Raises:
         TypeError: `dataset` is neither a Dataset nor an IterableDataset, or an argument or a column has another type.
         ValueError: an argument is out of range; the dataset is empty, already packed, has a transform, or has no
             labels; or an example is empty, too long or padded, has an empty completion, negative token ids, or columns
-            of different lengths, or, in a stream, lacks a column of the first one.
+            of different lengths, or, in a stream, lacks a column of the first one. With `share_prefixes`, also for
+            `split`, a column `token_type_ids`, and labels other than the token or -100.
 
     Example:
         >>> dataset = Dataset.from_dict({"input_ids": [[1, 2, 3], [4, 5], [6], [7, 8]]})
@@ -92,6 +101,11 @@ def pack_dataset(
         {'input_ids': [[[1, 2, 3], [6], []], [[4, 5], [7, 8], []]], 'seq_lengths': [[3, 1], [2, 2]]}
         >>> pack_dataset(dataset, max_length=2, split=True)["seq_lengths"][:]
         [[2], [1, 1], [2], [2]]
+        >>> dataset = Dataset.from_dict({"input_ids": [[1, 2, 3], [1, 2, 3, 4], [1, 2, 5]]})
+        >>> pack_dataset(dataset, max_length=8, share_prefixes=True)[0]  # doctest: +NORMALIZE_WHITESPACE
+        {'input_ids': [[1], [2], [3, 4], [2, 5], [-1, 0, 1, 0], []],
+         'label_weights': [[0.0], [3.0], [2.0, 1.0], [0.0, 1.0], []],
+         'seq_lengths': [1, 1, 2, 2], 'example_lengths': [3, 4, 3]}
     """
     if not isinstance(dataset, (Dataset, IterableDataset)):
         kind = type(dataset).__name__
@@ -102,6 +116,13 @@ def pack_dataset(
     batch_size = as_integer("batch_size", default if batch_size is None else batch_size, 1)
     num_proc = as_count("num_proc", num_proc)
     max_position_embeddings = as_count("max_position_embeddings", max_position_embeddings)
+    row_length = max_length if row_length is None else row_length
+    row_length = as_integer("row_length", row_length, max_length, why="max_length, as an example must fit a row")
+    check_bool("share_prefixes", share_prefixes)
+    if share_prefixes and split:
+        raise ValueError("split=True makes pieces without common prefixes; leave split or share_prefixes out")
+    if share_prefixes and truncation_mode == "keep_end":
+        _warn("truncation_mode='keep_end' cuts prefixes off longer examples, which then share none; use 'keep_start'")
     if split and truncation_mode != "error":
         raise ValueError(
             f"split=True and truncation_mode='{truncation_mode}' exclude each other: leave one of them out (in "
@@ -114,7 +135,11 @@ def pack_dataset(
         raise ValueError(f"dataset has no input_ids column; tokenize it first. Its columns: {', '.join(first)}")
     _refuse_packed(first, "dataset")
     warn_of_weights(first, "dataset")
+    if share_prefixes and first.get("token_type_ids") is not None:
+        problem = "the column token_type_ids may differ in a shared prefix; remove it, or leave share_prefixes out"
+        raise ValueError(f"share_prefixes=True: {problem}")
     streamed = isinstance(dataset, IterableDataset)
+    order = None if streamed or not share_prefixes else order_by_prefixes(dataset, num_proc)
     options: dict[str, Any] = {
         "batched": True,
         "with_indices": True,
@@ -125,14 +150,18 @@ def pack_dataset(
             "mode": "split" if split else truncation_mode,
             "completion_only_loss": completion_only_loss,
             "max_position_embeddings": max_position_embeddings,
+            "row_length": row_length,
+            "share_prefixes": share_prefixes,
             "version": _VERSION,
         },
     }
     if streamed:
         examples: Any = dataset.map(_whole).select_columns([_EXAMPLE])
         return examples.map(_pack_stream, remove_columns=[_EXAMPLE], **options)
-    options |= {"num_proc": num_proc, "desc": f"Packing to {max_length} tokens"}
-    packed: Any = dataset.with_format("arrow").map(_pack_table, **options).with_format(None)
+    options |= {"num_proc": num_proc, "desc": f"Packing to {row_length} tokens"}
+    options["fn_kwargs"]["order"] = order
+    ordered = dataset if order is None else dataset.select(order)
+    packed: Any = ordered.with_format("arrow").map(_pack_table, **options).with_format(None)
     if not len(packed):
         raise ValueError(
             f"dataset has nothing to learn: its labels are {IGNORED} everywhere, or were cut away; raise max_length, "
@@ -143,7 +172,8 @@ def pack_dataset(
     counts = [pc.call_function("list_value_length", [table["input_ids"]]) for table in tables]
     lengths = np.concatenate(counts).astype(np.int64)  # int32 in Arrow
     count = int((-(-lengths // max_length)).sum()) if split else len(lengths)
-    _warn_of_losses(lengths, max_length, truncation_mode, count, sum(map(len, packed["seq_lengths"])))
+    left = packed["example_lengths" if share_prefixes else "seq_lengths"]
+    _warn_of_losses(lengths, max_length, truncation_mode, count, sum(map(len, left)))
     return packed
 
 
@@ -254,7 +284,9 @@ def _pack_table(table: pa.Table, indices: Sequence[int], **options: Any) -> pa.T
     columns = [name for name in _READ if name in table.column_names]
     rows = zip(*(map(_as_array, table.column(name)) for name in columns), strict=True)
     examples = [dict(zip(columns, row, strict=True)) for row in rows]
-    return _pack(examples, [f"example {index}" for index in indices], **options)
+    order = options.pop("order")
+    places = indices if order is None else order[list(indices)]
+    return _pack(examples, [f"example {index}" for index in places], **options)
 
 
 def _as_array(cell: Any) -> Any:
@@ -272,6 +304,8 @@ def _pack(
     mode: str,
     completion_only_loss: bool | None,
     max_position_embeddings: int | None,
+    row_length: int,
+    share_prefixes: bool,
     warns: bool = False,
     version: int,
 ) -> pa.Table:
@@ -279,6 +313,7 @@ def _pack(
     lengths: list[int] = []
     sizes: list[int] = []
     documents: list[dict[str, NDArray[np.int32]]] = []
+    weights: list[NDArray[Any]] = []  # of labels of prefixes that are shared
     columns: dict[str, NDArray[np.int32]] = {}
     count = 0
     for example, name in zip(examples, names, strict=True):
@@ -291,23 +326,31 @@ def _pack(
             count += 1
             if "labels" not in document or has_labels(document["labels"]):
                 documents.append(document)
+                if share_prefixes:
+                    weights.append(learned_tokens(document, name))
                 sizes.append(size)
     if warns:
         _warn_of_losses(np.array(lengths), max_length, mode, count, len(documents))
     if sum(sizes) >= 2**31:
         raise ValueError(f"batch_size packs {sum(sizes)} tokens together, more than 2**31 - 1; make it smaller")
-    rows = best_fit_decreasing(sizes, max_length)
-    packed = {column: _nested([[documents[index][column] for index in row] for row in rows]) for column in columns}
-    seq_lengths = pa.array([[sizes[index] for index in row] for row in rows], type=pa.list_(pa.int32()))
-    return pa.table(packed | {"seq_lengths": seq_lengths})
+    if share_prefixes:
+        packed = pack_shared_rows([document["input_ids"] for document in documents], weights, row_length)
+    else:
+        rows = best_fit_decreasing(sizes, row_length)
+        packed = {column: [[documents[index][column] for index in row] for row in rows] for column in columns}
+        packed["seq_lengths"] = [[sizes[index] for index in row] for row in rows]
+    return pa.table({name: _array(name, rows) for name, rows in packed.items()})
 
 
-def _nested(rows: Sequence[Sequence[NDArray[np.int32]]]) -> pa.Array:
-    """Build the Arrow column of packed rows, each a list of its documents and an empty document at the end."""
-    documents = [document for row in rows for document in (*row, _EMPTY)]
+def _array(name: str, rows: Sequence[Sequence[Any]]) -> pa.Array:
+    """Build the Arrow column of packed rows, each a list of lengths, or of documents with an empty one at the end."""
+    if name.endswith("_lengths"):
+        return pa.array(rows, type=pa.list_(pa.int32()))
+    empty = np.empty(0, dtype=np.float32 if name == LABEL_WEIGHTS else np.int32)
+    documents = [document for row in rows for document in (*row, empty)]
     edges = np.cumsum([0, *map(len, documents)], dtype=np.int32)
     row_edges = np.cumsum([0, *(len(row) + 1 for row in rows)], dtype=np.int32)
-    flat = pa.ListArray.from_arrays(pa.array(edges), pa.array(np.concatenate([_EMPTY, *documents])))
+    flat = pa.ListArray.from_arrays(pa.array(edges), pa.array(np.concatenate([empty, *documents], dtype=empty.dtype)))
     return pa.ListArray.from_arrays(pa.array(row_edges), flat)
 
 

@@ -16,7 +16,8 @@ from flashmask_hf.collators.documents import is_packed, pieces, read_documents
 from flashmask_hf.collators.forest import Forest
 from flashmask_hf.collators.labels import LABEL_COLUMNS, has_labels, read_labels
 from flashmask_hf.collators.packing import PackedRows, PackingCollator, check_truncation_mode
-from flashmask_hf.names import IGNORED
+from flashmask_hf.collators.tries import read_shared_row, shares_prefixes
+from flashmask_hf.names import EXAMPLE_TOKENS, IGNORED, LABEL_WEIGHTS
 
 
 @dataclass
@@ -46,7 +47,9 @@ class DataCollatorForPackedLanguageModeling(PackingCollator):
 
     Returns:
         dict[str, Tensor]: `input_ids`, `labels`, `position_ids`, int64 [rows, S], and `startend_row_indices`, int32
-        [rows, 1, S, 1]: the row where the document of each token ends, 0 for padding.
+        [rows, 1, S, 1]: the row where the document of each token ends, 0 for padding. With rows that share prefixes,
+        also `label_weights`, float32 [rows, S]: how many examples learn the label at a token; and `example_tokens`,
+        int64 [examples]: the number of tokens that each packed row would have unshared.
 
     Example:
         >>> collator = DataCollatorForPackedLanguageModeling()
@@ -87,8 +90,8 @@ class DataCollatorForPackedLanguageModeling(PackingCollator):
         """Collate one batch."""
         names = example_names(examples)
         read = [self._read(example, name) for example, name in zip(examples, names, strict=True)]
-        rows = self._pack([forest for forest, _ in read], names)
-        labels = rows.spread([labels for _, labels in read], filler=IGNORED)
+        rows = self._pack([forest for forest, _, _ in read], names)
+        labels = rows.spread([labels for _, labels, _ in read], filler=IGNORED)
         labels[rows.position_ids == 0] = IGNORED
         self._warn_of_unlabeled(rows, labels, names)
         if self.completion_only_loss is None and not any(map(_says_what_to_learn, examples)):
@@ -97,7 +100,17 @@ class DataCollatorForPackedLanguageModeling(PackingCollator):
                 "removed completion_mask or assistant_masks, set remove_unused_columns=False or use pack_dataset; else "
                 "set completion_only_loss=False."
             )
-        return rows.batch() | {"labels": torch.from_numpy(labels)}
+        batch = rows.batch() | {"labels": torch.from_numpy(labels)}
+        if any(weights is not None for _, _, weights in read):
+            counts = [own != IGNORED if weights is None else weights for _, own, weights in read]
+            weights = rows.spread(counts, filler=0, dtype=np.float32)
+            weights[labels == IGNORED] = 0
+            batch[LABEL_WEIGHTS] = torch.from_numpy(weights)
+        if any(example.get("example_lengths") is not None for example in examples):
+            given = [(example.get("example_lengths"), own) for example, own in zip(examples, rows.forests, strict=True)]
+            tokens = [len(own.tokens) if lengths is None else sum(lengths) for lengths, own in given]
+            batch[EXAMPLE_TOKENS] = torch.tensor(tokens)
+        return batch
 
     def _warn_of_unlabeled(self, rows: PackedRows, labels: NDArray[np.int64], names: Sequence[str]) -> None:
         starts = rows.starts.tolist()
@@ -111,9 +124,14 @@ class DataCollatorForPackedLanguageModeling(PackingCollator):
                 len(unlabeled), len(names), unlabeled[0],
             )  # fmt: skip
 
-    def _read(self, example: Mapping[str, Any], name: str) -> tuple[Forest, NDArray[np.int64]]:
-        """Return an example's documents, and their labels, int64 [n]."""
+    def _read(
+        self, example: Mapping[str, Any], name: str
+    ) -> tuple[Forest, NDArray[np.int64], NDArray[np.float32] | None]:
+        """Return an example's documents, their labels, int64 [n], and the weights of labels, float32 [n], if any."""
         packed = is_packed(example.get("input_ids"))
+        if shares_prefixes(example.get("input_ids")):
+            forest, weights = read_shared_row(example, name)
+            return forest, np.where(weights == 0, IGNORED, forest.tokens), weights
         if not packed and example.get("labels", ...) is None:  # a trainer may have removed the masks
             raise ValueError(f"{name} has no labels, but a labels column, as in joined data; give all of them labels")
         given, input_ids, lengths = read_documents(example, LABEL_COLUMNS, name)
@@ -132,7 +150,7 @@ class DataCollatorForPackedLanguageModeling(PackingCollator):
                 "truncation_mode, or use pack_dataset, which leaves such examples out"
             )
         input_ids, labels = input_ids[kept], labels[kept]
-        return Forest.from_documents(input_ids, np.minimum(lengths, len(input_ids))), labels
+        return Forest.from_documents(input_ids, np.minimum(lengths, len(input_ids))), labels, None
 
 
 def _says_what_to_learn(example: Mapping[str, Any]) -> bool:

@@ -89,8 +89,8 @@ class PackedRows:
         packed = self.forests[forest]
         return [torch.from_numpy(self.starts[forest] + packed.path(leaf)) for leaf in packed.leaves()]
 
-    def spread(self, values: Sequence[NDArray[np.int64]], filler: int) -> NDArray[np.int64]:
-        """Lay out values per token, int64 [n] for each forest, in the packed rows, int64 [R, S], with a filler.
+    def spread(self, values: Sequence[NDArray[Any]], filler: int, dtype: Any = np.int64) -> NDArray[Any]:
+        """Lay out values per token, [n] for each forest, in the packed rows, [R, S] in a dtype, with a filler.
 
         Raises:
             ValueError: the values and the tokens are not one to one.
@@ -98,7 +98,7 @@ class PackedRows:
         sizes, given = [len(forest.tokens) for forest in self.forests], list(map(len, values))
         if given != sizes:
             raise ValueError(f"values must have one entry per token, {sizes!s:.60} for the forests, got {given!s:.60}")
-        spread = np.full(self.input_ids.size, filler, dtype=np.int64)
+        spread = np.full(self.input_ids.size, filler, dtype=dtype)
         for start, own in zip(self.starts.tolist(), values, strict=True):
             spread[start : start + len(own)] = own
         return spread.reshape(self.input_ids.shape)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,6 +81,50 @@ def share_prefixes(
     return forests, leaves
 
 
+def cut_tries(sequences: Sequence[NDArray[Any]], row_length: int) -> list[list[int]]:
+    """Group sequences into tries of at most `row_length` tokens, so that the fewest tokens are computed.
+
+    In sorted order, a sequence adds to a trie its tokens after the prefix that it shares with the one before. A new
+    branch adds a token, because each branch repeats the token that predicts its first. A trie that is cut between two
+    sequences repeats their prefix. A prefix below 1/64 of a sequence is not shared, as documents fill rows better.
+
+    Args:
+        sequences: token ids, integers [n] each with n in 1..row_length.
+        row_length: maximum number of tokens of a trie.
+
+    Returns:
+        list[list[int]]: the indices of each group's sequences, in sorted order.
+
+    Example:
+        >>> sequences = [np.array(tokens) for tokens in ([1, 2, 3, 4], [1, 2, 5], [6, 7], [1, 2, 5, 8])]
+        >>> cut_tries(sequences, 8), cut_tries(sequences, 6)
+        ([[0, 1, 3], [2]], [[0], [1, 3], [2]])
+    """
+    order = sorted(range(len(sequences)), key=lambda row: sort_key(sequences[row]))
+    lengths = np.array([len(sequences[row]) for row in order])
+    common = np.array([0, *(_common_length(sequences[one], sequences[two]) for one, two in itertools.pairwise(order))])
+    alone = common * 64 < lengths
+    repeated = np.where(alone, 0, common - (common < np.roll(lengths, 1)))  # by a cut before each sequence
+    ends = np.cumsum(lengths - repeated).tolist()  # tokens of a trie that is never cut
+    least, firsts = [0], list[int]()  # tokens repeated by the best cuts of the first sequences, and where they cut last
+    window: deque[tuple[int, int]] = deque()  # repeated tokens and first sequence of tries that may end here, ascending
+    for last, own in enumerate(repeated.tolist()):
+        if alone[last]:
+            window.clear()
+        while window and window[-1][0] > least[last] + own:
+            window.pop()
+        window.append((least[last] + own, last))
+        while lengths[window[0][1]] + ends[last] - ends[window[0][1]] > row_length:
+            window.popleft()
+        least.append(window[0][0])
+        firsts.append(window[0][1])
+    groups: list[list[int]] = []
+    while order:
+        order, group = order[: firsts[len(order) - 1]], order[firsts[len(order) - 1] :]
+        groups.append(group)
+    return groups[::-1]
+
+
 def _split(members: range, common: Sequence[int], length: int) -> list[tuple[int, int]]:
     """Cut a range of sorted sequences, as (first, last), where neighbours share at most `length` tokens.
 
@@ -88,12 +134,12 @@ def _split(members: range, common: Sequence[int], length: int) -> list[tuple[int
     return list(zip([members.start, *(cut + 1 for cut in cuts[:-1])], cuts, strict=True)) if cuts else []
 
 
-def _common_length(one: NDArray[np.int64], two: NDArray[np.int64]) -> int:
+def _common_length(one: NDArray[Any], two: NDArray[Any]) -> int:
     length = min(len(one), len(two))
     differ = one[:length] != two[:length]
     return int(differ.argmax()) if differ.any() else length
 
 
-def sort_key(tokens: NDArray[np.int64]) -> bytes:
-    """Return bytes that sort as the token ids do."""
-    return tokens.astype(">i8").tobytes()
+def sort_key(tokens: NDArray[Any]) -> bytes:
+    """Return bytes that sort as the token ids do, int32 or int64."""
+    return tokens.astype(tokens.dtype.newbyteorder(">")).tobytes()

@@ -83,7 +83,8 @@ class DataCollatorForTrees(RowPacker):
         if given and not self.per_path:
             raise ValueError(f"{given[0]} has weights, which are for paths: set per_path=True, or remove the column")
         if not self.per_path:
-            read = [_learn_once(tree, labels) for tree, labels in read]
+            placed = [(learn_once(tree), labels) for tree, labels in read]
+            read = [(tree, np.where(places < 0, IGNORED, own[places])) for (tree, places), own in placed]
         rows = self._pack([tree for tree, _ in read], names)
         labels = rows.spread([labels for _, labels in read], filler=IGNORED)
         batch = rows.batch() | {"labels": torch.from_numpy(labels)}
@@ -132,8 +133,12 @@ def _weights(example: Mapping[str, Any], tree: Forest, name: str) -> list[float]
     return as_numbers(weights, len(tree.leaves()), "leaves", f"weights of {name}")
 
 
-def _learn_once(tree: Forest, labels: NDArray[np.int64]) -> tuple[Forest, NDArray[np.int64]]:
-    """Return the forest in which segments give their last token to their children, and its labels."""
+def learn_once(tree: Forest) -> tuple[Forest, NDArray[np.int64]]:
+    """Give the last token of segments to their children: each token is then predicted by the token before it in a row.
+
+    Returns:
+        The new forest, and the token of `tree` whose label each of its tokens has, int64 [n]: -1 for further copies.
+    """
     ends = np.cumsum(tree.lengths).tolist()
     inner = set(tree.parents.tolist())
     kept: list[NDArray[np.int64]] = []  # places in the old forest of the new segments' tokens
@@ -149,10 +154,10 @@ def _learn_once(tree: Forest, labels: NDArray[np.int64]) -> tuple[Forest, NDArra
             kept.append(own)
             parents.append(new[parent])
     places = np.concatenate(kept)
-    learned = np.full(len(places), IGNORED)
-    found, firsts = np.unique(places, return_index=True)  # of a token's copies, the first has its label
-    learned[firsts] = labels[found]
-    return Forest.from_segments([tree.tokens[own] for own in kept], parents), learned
+    firsts = np.unique(places, return_index=True)[1]
+    labelled = np.full(len(places), -1)
+    labelled[firsts] = places[firsts]
+    return Forest.from_segments([tree.tokens[own] for own in kept], parents), labelled
 
 
 def _paths(rows: PackedRows, labels: NDArray[np.int64], weights: Sequence[list[float] | None]) -> tuple[Tensor, Tensor]:

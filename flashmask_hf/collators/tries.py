@@ -1,0 +1,138 @@
+"""Rows of examples that share prefixes: each token is computed once, and counts as often as examples learn it.
+
+A row of `pack_dataset(share_prefixes=True)` has the segments of its tries in `input_ids`, then a list of each segment's
+parent, -1 for a root, then an empty list. So collators of documents raise: -1 is no token id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from datasets import Dataset
+from numpy.typing import NDArray
+
+from flashmask_hf.collators.bins import best_fit_decreasing
+from flashmask_hf.collators.columns import as_integers
+from flashmask_hf.collators.documents import is_packed
+from flashmask_hf.collators.forest import Forest
+from flashmask_hf.collators.prefixes import cut_tries, share_prefixes
+from flashmask_hf.collators.trees import learn_once
+from flashmask_hf.names import IGNORED, LABEL_WEIGHTS
+
+_COLUMNS = ("input_ids", LABEL_WEIGHTS, "seq_lengths", "example_lengths")
+
+_EDGES = [int(16 * 1.5**power) for power in range(28)]
+"""Lengths of the prefixes by which a dataset is sorted, up to a million tokens."""
+
+
+def order_by_prefixes(dataset: Dataset, num_proc: int | None) -> NDArray[np.int64]:
+    """Return an order of a dataset in which examples with equal prefixes are neighbours, int64 [examples].
+
+    Examples are grouped by hashes of prefixes of growing lengths. Groups are in the order of their first example.
+    """
+    options: dict[str, Any] = {"batched": True, "num_proc": num_proc, "desc": "Sorting by prefixes"}
+    columns = dataset.select_columns("input_ids").with_format("arrow")
+    hashed: Any = columns.map(_hash_prefixes, remove_columns=["input_ids"], **options)
+    table = hashed.with_format("arrow")[:]
+    hashes = table["hashes"].combine_chunks().flatten().to_numpy().reshape(len(dataset), len(_EDGES))
+    ranks = [firsts[groups] for _, firsts, groups in (_unique(column) for column in hashes.T)]
+    return np.lexsort(ranks[::-1])
+
+
+def _unique(column: NDArray[np.int64]) -> Any:
+    return np.unique(column, return_index=True, return_inverse=True)
+
+
+def _hash_prefixes(table: pa.Table) -> pa.Table:
+    hashes = np.zeros((len(table), len(_EDGES)), dtype=np.int64)  # 0: the example is shorter
+    for own, cell in zip(hashes, table["input_ids"], strict=True):
+        values, state, start = getattr(cell, "values", None), blake2b(digest_size=8), 0
+        if values is None or not pa.types.is_integer(values.type):
+            continue  # packing raises for it, and names the example
+        tokens = values.to_numpy(zero_copy_only=False)
+        for level, end in enumerate(_EDGES):
+            if end > len(tokens):
+                break
+            state.update(np.ascontiguousarray(tokens[start:end]))
+            own[level], start = np.frombuffer(state.digest(), np.int64)[0], end
+    return pa.table({"hashes": pa.FixedSizeListArray.from_arrays(hashes.ravel(), len(_EDGES))})
+
+
+def learned_tokens(example: Mapping[str, NDArray[Any]], name: str) -> NDArray[np.bool_]:
+    """Return which tokens an example with `input_ids`, and maybe `labels`, learns, [n]; without labels, all of them.
+
+    Raises:
+        ValueError: a label is neither its token nor ignored. Examples that share a token share its label.
+    """
+    labels = example.get("labels", example["input_ids"])
+    learned = labels != IGNORED
+    other = np.flatnonzero(learned & (labels != example["input_ids"]))
+    if other.size:
+        problem = f"label {other[0]} of {name} is neither its token nor {IGNORED}"
+        raise ValueError(f"{problem}, which share_prefixes=True needs; correct it, or leave share_prefixes out")
+    return learned
+
+
+def pack_shared_rows(
+    sequences: Sequence[NDArray[Any]], weights: Sequence[NDArray[Any]], row_length: int
+) -> dict[str, list[list[Any]]]:
+    """Pack sequences into rows of tries.
+
+    Args:
+        sequences: token ids, integers [n] each with n in 1..row_length.
+        weights: what the label at each token counts, [n] each; nothing predicts a first token.
+        row_length: maximum number of tokens of a row.
+
+    Returns:
+        dict[str, list[list[Any]]]: of each row, `input_ids`, the token ids of its segments, then their parents;
+        `label_weights`, for each segment the sum of the weights of each token, float32; and `seq_lengths` and
+        `example_lengths`, the lengths of its segments and of its sequences.
+    """
+    trees: list[tuple[Forest, NDArray[np.float32], list[int]]] = []
+    for group in cut_tries(sequences, row_length):
+        (trie,), leaves = share_prefixes([sequences[index] for index in group])
+        sums = np.zeros(len(trie.tokens))
+        for index, (_, segment) in zip(group, leaves, strict=True):
+            sums[trie.path(segment)[1:]] += weights[index][1:]
+        tree, places = learn_once(trie)
+        learned = np.where(places < 0, 0, sums[places]).astype(np.float32)
+        trees.append((tree, learned, [len(sequences[index]) for index in group]))
+    rows: list[dict[str, list[Any]]] = []
+    for chosen in best_fit_decreasing([len(tree.tokens) for tree, _, _ in trees], row_length):
+        row: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
+        parents: list[int] = []
+        for tree, learned, lengths in (trees[index] for index in chosen):
+            edges, before = np.cumsum(tree.lengths)[:-1], len(parents)
+            parents += [parent + before if parent >= 0 else -1 for parent in tree.parents.tolist()]
+            row["input_ids"] += np.split(tree.tokens, edges)
+            row[LABEL_WEIGHTS] += np.split(learned, edges)
+            row["seq_lengths"] += tree.lengths.tolist()
+            row["example_lengths"] += lengths
+        row["input_ids"].append(np.array(parents))
+        rows.append(row)
+    return {name: [row[name] for row in rows] for name in _COLUMNS}
+
+
+def shares_prefixes(values: Any) -> bool:
+    """Return whether `input_ids` are of a row of `pack_dataset(share_prefixes=True)`."""
+    return is_packed(values) and len(values) > 2 and len(values[-2]) > 0 and values[-2][0] == -1
+
+
+def read_shared_row(example: Mapping[str, Any], name: str) -> tuple[Forest, NDArray[np.float32]]:
+    """Return the forest of a row that `shares_prefixes`, and the weight of each token's label, float32 [n].
+
+    Raises:
+        ValueError: the row has no `label_weights`, or they do not fit.
+    """
+    *segments, parents = (as_integers(part, f"input_ids of {name}") for part in example["input_ids"][:-1])
+    if example.get(LABEL_WEIGHTS) is None:
+        problem = f"{name} shares prefixes, but has no {LABEL_WEIGHTS}, which a trainer may have removed"
+        raise ValueError(f"{problem}; use PackedSFTTrainer, or set remove_unused_columns=False")
+    weights = [np.asarray(part, dtype=np.float32) for part in example[LABEL_WEIGHTS][:-1]]
+    if [len(own) for own in weights] != [len(own) for own in segments]:
+        raise ValueError(f"{LABEL_WEIGHTS} of {name} must have the layout of its input_ids; do not cut packed rows")
+    return Forest.from_segments(segments, parents.tolist()), np.concatenate(weights)
