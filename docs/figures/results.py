@@ -31,6 +31,7 @@ NAMES = {
     "cudnn_flex": "cuDNN flex_attention",
     "sdpa": "SDPA",
     "sdpa_dense": "SDPA, dense mask",
+    "trl_flashmask": "flashmask, not shared",
     "trl_sdpa": "SDPA, one batch",
     "trl_sdpa_single": "SDPA, one by one",
     "trl_flex_attention_single": "FlexAttention, one by one",
@@ -45,7 +46,7 @@ NAMES = {
 }
 SETTINGS = {"eager": "plain", "kept": "attention kept", "liger": "Liger", "kept+liger": "attention kept, Liger",
             "compiled": "compiled", "compiled+kept": "compiled, attention kept"}  # fmt: skip
-TASKS = {"sft": "SFT", "lora": "LoRA", "dpo": "DPO", "reward": "reward model"}
+TASKS = {"sft": "SFT", "lora": "LoRA", "dpo": "DPO", "reward": "reward model", "orpo": "ORPO", "kto": "KTO"}
 
 
 class Figure(str):

@@ -316,6 +316,18 @@ def alignment() -> str:
     return table(lines[0], lines, columns, command, f"{shape}question, tokens counted once per row")
 
 
+def preference() -> str:
+    """ORPO and KTO with shared prefixes beside TRL's padded batches; nothing before it was measured."""
+    lines = _lines(read_all("preference_*"), "shape", "task", "length", peer="trl_flash_attention_4")
+    if not lines:
+        return ""
+    columns: Columns = {"shape": _model, "trainer": lambda line: TASKS[line[0]["task"]]}
+    columns |= {"tokens per batch": "{length:,.0f}"} | _beside("fastest without sharing, tokens/s")
+    columns["hook per step"] = cell("{hook_milliseconds:.1f} ms", implementation="flashmask")
+    shape = "prompts of 1,024 tokens, 2 answers (ORPO), 4 answers and a reference model (KTO), prompts counted once, "
+    return table(lines[0], lines, columns, f"{TRAINING} preference", f"{shape}AdamW, random weights")
+
+
 def row_lengths() -> str:
     """Training against the length of the row: the longest row that all ran, and the longest of flashmask."""
     rows = read_all("row_lengths_*")
@@ -535,7 +547,7 @@ def gallery() -> str:
 LONG = "65,536 tokens in all, or one row, medians of 5 turns, or 3 with 131,072"
 TURNS, GROUPED = "medians of 5 turns, or 3 with 131,072", ("8192", "32768", "131072")
 PLAIN = (peers, peers_widths, deterministic, ragged, sparse, decoding, short, masks_made, fast_settings, settings,
-         alignment, row_lengths, images, profile, parallel, convergence, packing, grpo, sharing, first_step,
+         alignment, preference, row_lengths, images, profile, parallel, convergence, packing, grpo, sharing, first_step,
          sparse_training, gallery, long_length)  # fmt: skip
 TEXTS: dict[str, Callable[[], str]] = {function.__name__.replace("_", "-"): function for function in PLAIN} | {
     "peers-long": partial(peers_shapes, "attention_peers_h200", ("32768", "131072"), LONG, ""),

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from typing import Any
 
@@ -19,7 +20,7 @@ from transformers import (
     Qwen2_5_VLConfig,
     Qwen3Config,
 )
-from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig
+from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer, SFTConfig
 from trl.trainer.utils import add_fused_lm_head
 
 from flashmask_hf.collators import DataCollatorForPackedLanguageModeling
@@ -30,6 +31,9 @@ from flashmask_hf.trainers import (
     PackedSFTTrainer,
     SharedQuestionDPOTrainer,
 )
+
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
          "vocab_size")  # fmt: skip
@@ -74,12 +78,14 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 FAMILIES: dict[str, Any] = {"qwen3": Qwen3Config, "qwen2.5-vl": Qwen2_5_VLConfig, "gemma-3": Gemma3Config}
 
-# Trainer and arguments of this package and of TRL by task; TRL's SFT packs other rows.
+# Trainer and arguments of this package and of TRL by task; TRL's SFT packs other rows. ORPO and KTO are TRL's alone.
 TRAINERS: dict[str, tuple[tuple[Any, Any], ...]] = {
     "sft": ((PackedSFTTrainer, SFTConfig),),
     "lora": ((PackedSFTTrainer, SFTConfig),),
     "dpo": ((SharedQuestionDPOTrainer, DPOConfig), (DPOTrainer, DPOConfig)),
     "reward": ((MultiAnswerRewardTrainer, MultiAnswerRewardConfig), (RewardTrainer, RewardConfig)),
+    "orpo": ((ORPOTrainer, ORPOConfig),),
+    "kto": ((KTOTrainer, KTOConfig),),
 }
 
 

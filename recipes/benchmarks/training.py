@@ -6,11 +6,14 @@
     python recipes/benchmarks/training.py --tasks dpo --implementations flashmask trl_sdpa trl_flex_attention_single
     python recipes/benchmarks/training.py --shapes tiny --device cpu --lengths 512 1024
     python recipes/benchmarks/training.py images --shapes qwen2.5-vl-3b --deadline 560 --csv images.csv
+    python recipes/benchmarks/training.py preference --shapes llama-3.2-1b --deadline 560 --csv preference.csv
 
 Models have random weights, in bfloat16 (float32 on a CPU), with gradient checkpointing and AdamW; a step is one packed
 row (FlashMask, appendix A.2.1). Tasks: `sft` (of 8B: `lora`) and `lora` with TRL's head (`--full-logits`: without) on 1
 to 10 documents; `dpo` (with a reference model) and `reward` on 1 to 10 questions with 2 and 6 answers, whose tokens per
-second count each question once.
+second count each question once. `orpo` and `kto` are TRL's trainers on padded batches of questions of 1,024 tokens with
+2 and 4 answers, and `flashmask` is `share_prefixes`, whose time on the host, without the wait for the device, is
+`hook_milliseconds` per step.
 
 `images_20`, `images_50` and `images_80` fine-tune a vision-language model on conversations with that percentage of
 image tokens: turns of 32 to 4,096 tokens (log-normal, median 256) and images of 64 to 1,024 tokens (of Gemma: 256).
@@ -21,7 +24,7 @@ Implementations:
 - `flash_attention_2`, `_3`, `_4`: the varlen path; DPO and the reward model as in stock TRL, question by question.
 - `trl_sdpa`, `trl_flex_attention`, `trl_flash_attention_4`: stock TRL, which repeats the question for each answer and
   pads; `_single`: question by question, with gradient accumulation. Six answers are three pairs. With images: batches
-  of 8 conversations, padded, and `_single`: one by one.
+  of 8 conversations, padded, and `_single`: one by one. `trl_flashmask`: without `share_prefixes`.
 
 Settings join by "+": `eager`; `kept` keeps attention's results (flashmask alone); `liger` runs Liger's kernels;
 `compiled` compiles each layer. All run in turns on one model, after their losses (DPO: log-probabilities, reward
@@ -45,7 +48,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from harness import Results, attempt, available, flags, free_memory, parsed, random_lengths, time_left
+from harness import Results, attempt, available, flags, free_memory, parsed, random_lengths, synchronize, time_left
 from images import Conversations
 from packed_attention import attention, block_mask, dense_mask
 from shapes import SHAPES, TRAINERS, arguments_of, build_model, make_rows, tokenizer
@@ -56,21 +59,26 @@ from transformers.integrations.liger import apply_liger_kernel
 from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from flashmask_hf import FlashMask, keep_attention
+from flashmask_hf import FlashMask, keep_attention, share_prefixes
+from flashmask_hf.hf.models import state_of, unwrap_peft
 from flashmask_hf.long_rows.checkpointing import enable_checkpointing
-from flashmask_hf.names import VECTORS
+from flashmask_hf.names import IGNORED, VECTORS
+from flashmask_hf.sharing import _pack
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import compile_layers
 
 PACKED = ("flashmask", "sdpa", "flex_attention")
 VARLEN = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
-WHOLE = ("trl_sdpa", "trl_flex_attention", "trl_flash_attention_4")  # all questions of a row in one batch
+# All questions of a row in one batch.
+WHOLE = ("trl_flashmask", "trl_sdpa", "trl_flex_attention", "trl_flash_attention_4")
 STOCK = (*WHOLE, *(f"{name}_single" for name in WHOLE))
 SETTINGS = ("eager", "kept", "liger", "compiled")
 TASKS = ("sft", "lora", "dpo", "reward")
 IMAGES = ("images_20", "images_50", "images_80")
-ANSWERS = {"dpo": 2, "reward": 6}
+PREFERENCE = ("orpo", "kto")
+ANSWERS = {"dpo": 2, "reward": 6, "orpo": 2, "kto": 4}
+PROMPT = 1024  # tokens of a question of ORPO and KTO
 ADAPTERS_ONLY = ("llama-3.1-8b",)
 LATE = "out of time"
 TOLERANCE = {"cuda": 5e-3, "cpu": 1e-5}  # largest difference of two losses, in bfloat16 and in float32
@@ -96,6 +104,13 @@ STUDIES: dict[str, dict[str, Sequence[Any]]] = {
         "implementations": ("flashmask", "trl_flash_attention_4", "trl_sdpa", "trl_sdpa_single"),
         "settings": ["eager"],
         "lengths": [8192, 32768],
+    },
+    "preference": {
+        "shapes": ["llama-3.2-1b", "llama-3.1-8b"],
+        "tasks": PREFERENCE,
+        "implementations": ("flashmask", "trl_flashmask", "trl_flash_attention_4", "trl_sdpa"),
+        "settings": ["eager"],
+        "lengths": [4096, 8192],
     },
 }
 
@@ -211,12 +226,20 @@ class ImageTuning(FineTuning):
 
 def make_row(task: str, length: int, vocab: int, generator: torch.Generator) -> list[Document]:
     answers = ANSWERS[task]
-    most = 10 if task == "dpo" or length > 8192 else 3 if length <= 4096 else 4
-    count = int(torch.randint(1, most + 1, (1,), generator=generator))
+    if task in PREFERENCE:
+        count = max(1, int(length / (PROMPT * (1 + 0.15 * answers))))
+        totals = [length // count] * count
+    else:
+        most = 10 if task == "dpo" or length > 8192 else 3 if length <= 4096 else 4
+        count = int(torch.randint(1, most + 1, (1,), generator=generator))
+        totals = random_lengths(length, count, generator, minimum=128 if task == "dpo" else 512)
     row = []
-    for total in random_lengths(length, count, generator, minimum=128 if task == "dpo" else 512):
+    for total in totals:
         low, high = (int(share * total / (1 + share * answers)) for share in (0.1, 0.2))
-        sizes = torch.randint(low, high + 1, (answers,), generator=generator).tolist()
+        if task in PREFERENCE:
+            sizes = random_lengths(total - PROMPT, answers, generator, minimum=PROMPT // 10)
+        else:
+            sizes = torch.randint(low, high + 1, (answers,), generator=generator).tolist()
         tokens = torch.randint(3, vocab, (total,), generator=generator)
         question, *made = tokens.split([total - sum(sizes), *sizes])
         row.append((question.tolist(), [answer.tolist() for answer in made]))
@@ -229,10 +252,26 @@ def shared_examples(task: str, row: list[Document]) -> list[dict[str, Any]]:
     return [{"prompt_ids": question, "chosen_ids": one, "rejected_ids": two} for question, (one, two) in row]
 
 
+def _orpo_example(question: list[int], *answers: list[int]) -> dict[str, list[int]]:
+    """Return a pair as TRL's ORPO tokenizes it."""
+    made = {"prompt_input_ids": question, "prompt_attention_mask": [1] * len(question)}
+    for name, answer in zip(("chosen", "rejected"), answers, strict=True):
+        made[f"{name}_input_ids"], made[f"{name}_attention_mask"] = question + answer, [1] * len(question + answer)
+        made[f"{name}_labels"] = [IGNORED] * len(question) + answer
+    return made
+
+
 def stock_examples(task: str, row: list[Document]) -> list[list[dict[str, Any]]]:
     """Return a row as examples of TRL's collators, by question; two answers are a pair."""
     if task == "dpo":
         return [[example] for example in shared_examples(task, row)]
+    if task == "orpo":
+        return [[_orpo_example(question, *answers) for question, answers in row]]
+    if task == "kto":
+        made = [(question, answer, nth % 2 == 0) for question, answers in row for nth, answer in enumerate(answers)]
+        names, others = ("prompt_ids", "completion_ids", "label", "KL_completion_ids"), [made[-1], *made[:-1]]
+        pairs = zip(made, others, strict=True)
+        return [[dict(zip(names, (*one, other[1]), strict=True)) for one, other in pairs]]
     pairs = [(question, zip(answers[::2], answers[1::2], strict=True)) for question, answers in row]
     return [[{"chosen_ids": q + one, "rejected_ids": q + two} for one, two in of_q] for q, of_q in pairs]
 
@@ -244,13 +283,14 @@ class Alignment:
         self.task, self.device, self.vocab = task, a.device, SHAPES[shape]["vocab_size"]
         rank = 16 if shape in ADAPTERS_ONLY else 0
         options: dict[str, Any] = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None, "num_labels": 1}
-        options["kind"] = AutoModelForCausalLM if task == "dpo" else AutoModelForSequenceClassification
+        options["kind"] = AutoModelForSequenceClassification if task == "reward" else AutoModelForCausalLM
         self.model = build_model(shape, a.device, rank=rank, **options)
         # The reference of adapters is the same model with TRL's copy of them.
-        reference = build_model(shape, a.device, seed=1, **options) if task == "dpo" and not rank else None
+        refers = task in ("dpo", "kto")
+        reference = build_model(shape, a.device, seed=1, **options) if refers and not rank else None
         self.models = [model for model in (self.model, reference) if model is not None]
-        extra = {"ref_model": reference} if task == "dpo" else {}
-        self.shared, self.stock = (self._trainer(*classes, extra) for classes in TRAINERS[task])
+        trainers = [self._trainer(*classes, {"ref_model": reference} if refers else {}) for classes in TRAINERS[task]]
+        self.shared, self.stock = trainers[0], trainers[-1]
         self.shared.state.global_step = 1  # not a logging step, in which the sparsity of the mask is computed
         self.model.train()
 
@@ -298,6 +338,53 @@ class Alignment:
         return [(x, max(0.05, 0.01 * abs(x))) for x in found]
 
 
+class Preference(Alignment):
+    """ORPO or KTO: TRL's trainer on padded batches, with `share_prefixes` and without."""
+
+    def __init__(self, task: str, shape: str, a: argparse.Namespace):
+        super().__init__(task, shape, a)
+        self.states = [state_of(unwrap_peft(model).base_model) for model in self.models]
+        for model in self.models:
+            share_prefixes(model)
+        self.share = self.states[0].rewrites[0]
+
+    def draw(self, length: int, count: int) -> Sequence[Any]:
+        """Draw rows of `length` tokens, and forget the hook's times."""
+        self.host: list[float] = []  # seconds of each run
+        return super().draw(length, count)
+
+    def _timed(self, call: Any) -> Any:
+        synchronize()
+        start = time.perf_counter()
+        changed = self.share(call)
+        self.host[-1] += time.perf_counter() - start
+        return changed
+
+    def run(self, implementation: str, row: list[Document]) -> float:
+        """Run forward and backward of a row; return the loss."""
+        shares = implementation == "flashmask"
+        for model, state in zip(self.models, self.states, strict=True):
+            model.set_attn_implementation(implementation.removeprefix("trl_"))
+            state.rewrites = (self._timed,) if shares else ()
+        if shares:
+            self.host.append(0.0)
+            _pack.cache_clear()  # a new batch, whose rows the reference model finds
+        (examples,) = stock_examples(self.task, row)
+        batch = self.stock._prepare_inputs(self.stock.data_collator(examples))
+        loss = self.stock.compute_loss(self.model, batch)
+        loss.backward()
+        assert not shares or _pack.cache_info().misses, "nothing was shared"
+        return float(loss.detach())
+
+    def figures(self, implementation: str, length: int) -> list[tuple[float, float]]:
+        """Return the loss (in bfloat16 ORPO's is rounded to 1/16), and the norm of the gradients (allowed: 5%)."""
+        loss = self.run(implementation, self.draw(length, 1)[0])
+        found = [x.grad for x in self.model.parameters() if x.grad is not None]
+        norm = float(torch.nn.utils.get_total_norm(found))
+        exact = self.device == "cpu"
+        return [(loss, 1e-5 if exact else 0.13), (norm, (1e-4 if exact else 0.05) * norm)]
+
+
 class Series:
     """The figures of one implementation in one setting over the lengths, until it ends."""
 
@@ -333,6 +420,8 @@ def can_run(implementation: str, task: str, shape: str) -> bool:
     """Return whether an implementation runs a task: FlashAttention hides later tokens of an image from Gemma's."""
     if task in IMAGES and implementation in STOCK:
         return not (shape.startswith("gemma") and "flash_attention" in implementation)
+    if task in PREFERENCE:
+        return implementation in ("flashmask", *WHOLE)
     return implementation == "flashmask" if task in IMAGES else task in ANSWERS or implementation not in STOCK
 
 
@@ -341,7 +430,8 @@ class Study:
 
     def __init__(self, task: str, shape: str, a: argparse.Namespace):
         self.arguments = a
-        kind = Alignment if task in ANSWERS else ImageTuning if task in IMAGES else FineTuning
+        kind = ImageTuning if task in IMAGES else Preference if task in PREFERENCE else FineTuning
+        kind = Alignment if task in ("dpo", "reward") else kind
         self.task = kind(task, shape, a)
         names = [name for name in a.implementations if can_run(name, task, shape)]
         pairs = [(name, setting) for setting in a.settings for name in names]
@@ -418,6 +508,10 @@ class Study:
             for figures in found:
                 seconds: Any = figures["seconds_per_step"]
                 figures["images_per_second"] = round(images / seconds, 2) if seconds else ""
+        if isinstance(self.task, Preference):
+            for figures in found:
+                shares = figures["implementation"] == "flashmask"
+                figures["hook_milliseconds"] = round(1000 * statistics.median(self.task.host), 2) if shares else ""
         self.series = [one for one in self.series if not one.ended]
         return found
 
@@ -432,7 +526,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = flags(__doc__, deadline=True)
     parser.add_argument("study", nargs="?", default="lengths", choices=STUDIES)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES)
-    parser.add_argument("--tasks", nargs="+", choices=(*TASKS, *IMAGES))
+    parser.add_argument("--tasks", nargs="+", choices=(*TASKS, *IMAGES, *PREFERENCE))
     parser.add_argument(
         "--implementations", nargs="+", choices=["flashmask", "sdpa", "flex_attention", *VARLEN, *STOCK]
     )

@@ -312,6 +312,19 @@ def test_training(tasks, lengths, implementations, run):
         assert all(int(row["tokens_per_second"]) > 0 and row["steps"] == "1" for row in own)
 
 
+@pytest.mark.full
+def test_training_on_preferences(run, monkeypatch):
+    """With and without shared prefixes losses and gradients agree, or the program exits."""
+    import training
+
+    monkeypatch.setattr(training, "PROMPT", 64)
+    names = ["flashmask", "trl_flashmask", "trl_sdpa"]
+    rows = run("training", "preference", *TINY, "--lengths", 220, "--implementations", *names)
+    assert [(row["task"], row["implementation"]) for row in rows] == [(x, y) for x in ("orpo", "kto") for y in names]
+    assert [bool(row["hook_milliseconds"]) for row in rows] == [True, False, False] * 2
+    assert all(int(row["tokens_per_second"]) > 0 for row in rows)
+
+
 @pytest.fixture
 def training(monkeypatch):
     """The benchmark, whose fine-tuning takes no time, and in which SDPA's memory ends at 512 tokens."""
