@@ -40,3 +40,9 @@ SHIFT_LABEL_WEIGHTS = "shift_label_weights"
 
 EXAMPLE_TOKENS = "example_tokens"
 """The batch key of the number of tokens that each packed row would have if it shared no prefixes, int64 [examples]."""
+
+DIFFUSION_LABELS = "diffusion_labels"
+"""The batch key of the noised tokens' clean ids, at the rows whose logits predict them; IGNORED elsewhere."""
+
+DIFFUSION_WEIGHTS = "diffusion_weights"
+"""The batch key of the noised tokens' weights in the loss."""

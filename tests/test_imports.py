@@ -51,7 +51,7 @@ IN_ROOM = {
 }
 """Modules that share the room of another; any other module or folder is a room of its own."""
 
-ALLOWED = {"collators": {"collators", "names", "mask", "_numbers"}}
+ALLOWED = {"collators": {"collators", "names", "mask", "masks", "_numbers"}}
 """Rooms that may not import from all lower layers, with those that they may import from."""
 
 IMPORTERS = {

@@ -17,10 +17,11 @@ Examples are dictionaries. A column that is None counts as absent, and other col
 """
 
 from flashmask_hf.collators.dataset import pack_dataset, packing_efficiency
+from flashmask_hf.collators.diffusion import DataCollatorForBlockDiffusion, DataCollatorForMaskedDiffusion
 from flashmask_hf.collators.encoders import DataCollatorForPackedEncoders
 from flashmask_hf.collators.forest import Forest
 from flashmask_hf.collators.language_modeling import DataCollatorForPackedLanguageModeling
-from flashmask_hf.collators.loss import tree_loss
+from flashmask_hf.collators.loss import diffusion_loss, tree_loss
 from flashmask_hf.collators.packing import PackedRows, pack_forests
 from flashmask_hf.collators.preference import DataCollatorForSharedQuestion
 from flashmask_hf.collators.reward import DataCollatorForMultiAnswerReward
@@ -29,6 +30,8 @@ from flashmask_hf.collators.trees import DataCollatorForTrees
 from flashmask_hf.collators.vision import DataCollatorForPackedVisionLanguageModeling
 
 __all__ = [
+    "DataCollatorForBlockDiffusion",
+    "DataCollatorForMaskedDiffusion",
     "DataCollatorForMultiAnswerReward",
     "DataCollatorForPackedEncoders",
     "DataCollatorForPackedLanguageModeling",
@@ -38,6 +41,7 @@ __all__ = [
     "Forest",
     "PackedRows",
     "RopeIndex",
+    "diffusion_loss",
     "pack_dataset",
     "pack_forests",
     "packing_efficiency",

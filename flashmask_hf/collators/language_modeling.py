@@ -88,11 +88,29 @@ class DataCollatorForPackedLanguageModeling(PackingCollator):
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """Collate one batch."""
+        rows, labels, weights = self._pack_examples(examples, learns_first=False)
+        batch = rows.batch() | {"labels": torch.from_numpy(labels)}
+        if weights is not None:
+            batch[LABEL_WEIGHTS] = torch.from_numpy(weights)
+        if any(example.get("example_lengths") is not None for example in examples):
+            given = [(example.get("example_lengths"), own) for example, own in zip(examples, rows.forests, strict=True)]
+            tokens = [len(own.tokens) if lengths is None else sum(lengths) for lengths, own in given]
+            batch[EXAMPLE_TOKENS] = torch.tensor(tokens)
+        return batch
+
+    def _pack_examples(
+        self, examples: Sequence[Mapping[str, Any]], *, learns_first: bool
+    ) -> tuple[PackedRows, NDArray[np.int64], NDArray[np.float32] | None]:
+        """Return the rows of a batch, their labels, int64 [rows, S], and what each label counts if any example has it.
+
+        `learns_first` keeps the labels of the documents' first tokens.
+        """
         names = example_names(examples)
         read = [self._read(example, name) for example, name in zip(examples, names, strict=True)]
         rows = self._pack([forest for forest, _, _ in read], names)
         labels = rows.spread([labels for _, labels, _ in read], filler=IGNORED)
-        labels[rows.position_ids == 0] = IGNORED
+        if not learns_first:
+            labels[rows.position_ids == 0] = IGNORED
         self._warn_of_unlabeled(rows, labels, names)
         if self.completion_only_loss is None and not any(map(_says_what_to_learn, examples)):
             self._warn_once(
@@ -100,17 +118,12 @@ class DataCollatorForPackedLanguageModeling(PackingCollator):
                 "removed completion_mask or assistant_masks, set remove_unused_columns=False or use pack_dataset; else "
                 "set completion_only_loss=False."
             )
-        batch = rows.batch() | {"labels": torch.from_numpy(labels)}
+        weights = None
         if any(weights is not None for _, _, weights in read):
             counts = [own != IGNORED if weights is None else weights for _, own, weights in read]
             weights = rows.spread(counts, filler=0, dtype=np.float32)
             weights[labels == IGNORED] = 0
-            batch[LABEL_WEIGHTS] = torch.from_numpy(weights)
-        if any(example.get("example_lengths") is not None for example in examples):
-            given = [(example.get("example_lengths"), own) for example, own in zip(examples, rows.forests, strict=True)]
-            tokens = [len(own.tokens) if lengths is None else sum(lengths) for lengths, own in given]
-            batch[EXAMPLE_TOKENS] = torch.tensor(tokens)
-        return batch
+        return rows, labels, weights
 
     def _warn_of_unlabeled(self, rows: PackedRows, labels: NDArray[np.int64], names: Sequence[str]) -> None:
         starts = rows.starts.tolist()

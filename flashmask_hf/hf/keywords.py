@@ -8,7 +8,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from flashmask_hf.names import HASH, LABEL_WEIGHTS, PACKED_INDEX, PACKED_REAL, QK, VECTORS
+from flashmask_hf.names import (
+    DIFFUSION_LABELS,
+    DIFFUSION_WEIGHTS,
+    HASH,
+    LABEL_WEIGHTS,
+    PACKED_INDEX,
+    PACKED_REAL,
+    QK,
+    VECTORS,
+)
 
 _USED = f"cu_seq_lens_q is_causal position_ids s_aux sliding_window softcap {VECTORS}".split()
 """Keywords that change the result and are implemented."""
@@ -26,7 +35,7 @@ _HARMLESS = {
     "use_cache",
     "FlashAttention": "cu_seq_lens_k max_length_k max_length_q",
     "trainers": "completion_mask num_items_in_batch path_weights return_loss shift_labels skip_logits",
-    "this package": f"{PACKED_INDEX} {PACKED_REAL}",
+    "this package": f"{DIFFUSION_LABELS} {DIFFUSION_WEIGHTS} {PACKED_INDEX} {PACKED_REAL}",
 }
 """Keywords that do not change the result, by what passes them."""
 

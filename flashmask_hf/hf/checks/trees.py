@@ -165,3 +165,18 @@ def _is_no_first_token_learned(call: Call) -> Verdict | None:
         "labels name the first token of a branch or of a packed document, which the model's loss predicts from the "
         "token before in the row; set it to -100 there, as the collators of flashmask_hf do"
     )
+
+
+@rule(CHECKS, "`labels` that the token before sees: a mask without causal order under a causal loss", VECTORS, "labels")
+def _is_no_label_seen(call: Call) -> Verdict | None:
+    found = _shifted_labels(call)
+    if found is None or found[0].causal or found[1].shape[1] != found[0].kv_len:
+        return None
+    mask, labels = found
+    before = torch.arange(mask.kv_len, device=mask.device) - 1
+    hidden = torch.stack([(start <= before) & (before < end) for start, end in mask.intervals()]).any(0)[:, 0]
+    learned = labels.to(mask.device) != IGNORED
+    return ~(learned & ~hidden)[:, 1:].any(), (
+        "labels name a token that the token before sees, so the model's loss would teach to copy it; set it to -100, "
+        "or, for batches of diffusion, model.loss_function = diffusion_loss (flashmask_hf.collators)"
+    )

@@ -139,7 +139,7 @@ def test_questions_that_see_themselves_whole():
     model, _ = model_pair("llama", num_hidden_layers=1)
     given = dict(input_ids=IDS, startend_row_indices=mask.bidirectional().indices, use_cache=False)
     assert given["startend_row_indices"].shape[-1] == 4
-    model(**given, position_ids=DEPTHS, labels=LABELS)
+    model(**given, position_ids=DEPTHS, labels=LABELS.masked_fill(DEPTHS < 3, -100))
     with pytest.raises(RuntimeError, match="position_ids are missing"):
         model(**given)
     with pytest.raises(RuntimeError, match="labels name the first token of a branch"):
@@ -230,8 +230,23 @@ def test_tokens_that_are_hidden_from_their_own_row_on_are_padding():
 
 def test_labels_of_other_masks_are_not_looked_at():
     model, _ = model_pair("llama")
-    for mask in (masks.sliding_window(9, 2), masks.padding([7], kv_len=9), masks.global_sliding_window(9, 2, 3)):
+    for mask in (masks.sliding_window(9, 2), masks.padding([7], kv_len=9)):
         model(IDS, startend_row_indices=mask.bidirectional().indices, labels=IDS, use_cache=False)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [masks.document([5, 4]), masks.block_diffusion([3], 1, 2), masks.block_causal([9], 2)],
+    ids=["documents", "blocks", "causal"],
+)
+def test_labels_that_the_token_before_sees_are_refused(mask):
+    model, _ = model_pair("llama")
+    call = dict(startend_row_indices=mask.bidirectional().indices, labels=IDS)
+    with pytest.raises(RuntimeError, match=r"labels name a token that the token before sees.*diffusion_loss"):
+        run_check("labels` that the token before sees", model, **call)
+    run_check("labels` that the token before sees", model, **call, shift_labels=IDS)
+    model.loss_function = lambda logits, labels, **_: logits.sum()
+    run_check("labels` that the token before sees", model, **call)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
