@@ -1,5 +1,6 @@
 """TRL's trainers on packed rows: several documents in a row, and questions and prompts that are computed once."""
 
+from flashmask_hf.trainers.diffusion import PackedDiffusionTrainer
 from flashmask_hf.trainers.dpo import SharedQuestionDPOConfig, SharedQuestionDPOTrainer
 from flashmask_hf.trainers.grpo import (
     SharedPromptGRPOConfig,
@@ -15,6 +16,7 @@ __all__ = [
     "LongRows",
     "MultiAnswerRewardConfig",
     "MultiAnswerRewardTrainer",
+    "PackedDiffusionTrainer",
     "PackedSFTTrainer",
     "SharedPromptGRPOConfig",
     "SharedPromptGRPOTrainer",

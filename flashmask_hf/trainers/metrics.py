@@ -27,9 +27,9 @@ def log_sparsity(trainer: Any, mode: str, indices: Tensor, *, skipped: bool = Tr
     Args:
         trainer: the trainer.
         mode: "train" or "eval".
-        indices: mask indices of the packed rows, int32 [R, 1, S, 1], 0 for padding.
+        indices: mask indices of the packed rows, int32 [R, 1, S, 1 or 4], 0 for padding.
         skipped: whether attention skips hidden tiles; otherwise the metric is 0.
     """
     if mode == "eval" or trainer.state.global_step % max(1, int(trainer.state.logging_steps)) == 0:
-        sparsity = FlashMask(indices, causal=True).sparsity() if skipped else 0.0
+        sparsity = FlashMask(indices, causal=indices.shape[-1] == 1).sparsity() if skipped else 0.0
         trainer._metrics[mode]["mask_sparsity"].append(sparsity)

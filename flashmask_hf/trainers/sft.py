@@ -99,6 +99,8 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
         ```
     """
 
+    _rows_per_token = 1  # of a packed row
+
     def __init__(
         self,
         model: Any,
@@ -118,7 +120,7 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
         self._sums: Any = 0  # tokens and visible keys since the last log, int64 [2] after the first batch
         self._last_log = time.perf_counter()
         self._logged_tokens = 0
-        self._evaluated: list[Tensor] = []  # loss and number of learned tokens of each batch of an evaluation
+        self._evaluated: list[Tensor] = []  # loss, labels and scored tokens of each batch of an evaluation
         computes = {name: kwargs.get(name) for name in _COMPUTES}
         parts = check_context_parallel(args, trl_packs=_trl_packs(args), computes=computes)
         if args.packing and args.packing_strategy == "wrapped":
@@ -224,16 +226,20 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Compute TRL's loss, and record the batch's tokens, visible keys and mask sparsity."""
+        self._record_batch(model, inputs)
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def _record_batch(self, model: Any, inputs: dict[str, Any]) -> None:
+        """Record a batch's tokens, visible keys and mask sparsity, and check a compiled model."""
         mode = "train" if model.training else "eval"
         if VECTORS in inputs:
             indices = inputs[VECTORS]
             check_compiled(model, indices.device)
             log_sparsity(self, mode, indices, skipped=self._skips_tiles)
             if mode == "train" and self._counts_rows:
-                self._sums += _tokens_and_keys(indices)  # the host does not wait
+                self._sums += _tokens_and_keys(indices) // self._rows_per_token  # the host does not wait
         elif mode == "train" and self._counts_rows:
             self._sums += torch.tensor([inputs["input_ids"].numel(), 0], device=inputs["input_ids"].device)
-        return super().compute_loss(model, inputs, *args, **kwargs)
 
     def _idle_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
         return without_labels(batch)
@@ -242,9 +248,13 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
         """Run Trainer's `prediction_step`, and record the batch's loss and learned tokens."""
         step = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         if step[0] is not None and inputs.get("labels") is not None:
-            tokens = label_count(inputs).to(step[0].device) * self._counts_rows
-            self._evaluated.append(torch.stack([step[0].detach().float(), tokens]))
+            counts = [x.to(step[0].device) * self._counts_rows for x in self._label_counts(inputs)]
+            self._evaluated.append(torch.stack([step[0].detach().float(), *counts]))
         return step
+
+    def _label_counts(self, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Return the divisors of a batch's loss and of its entropy and accuracy, float32 []."""
+        return label_count(inputs), label_count(inputs)
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
         """Run Trainer's evaluation loop with exact means over learned tokens."""
@@ -254,13 +264,13 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         if f"{metric_key_prefix}_loss" in output.metrics and self._evaluated:
             gathered = self.accelerator.gather(torch.stack(self._evaluated)[None])
-            losses, tokens = gathered.cpu().double().unbind(2)  # [ranks, batches]
+            losses, tokens, scored = gathered.cpu().double().unbind(2)  # [ranks, batches]
             read = (tokens > 0) & (losses.isfinite() | (not self.args.logging_nan_inf_filter))
             if read.any():
                 output.metrics[f"{metric_key_prefix}_loss"] = _mean(losses[read], tokens[read])
             for name in ("entropy", "mean_token_accuracy"):
-                if metrics[name] and tokens.sum():
-                    metrics[name] = [_mean(torch.tensor(metrics[name]), tokens.sum(0))]
+                if metrics[name] and scored.sum():
+                    metrics[name] = [_mean(torch.tensor(metrics[name]), scored.sum(0))]
         return output
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -329,8 +339,9 @@ def _tokens_and_keys(indices: Tensor) -> Tensor:
     """Count the tokens of packed rows and their visible keys, int64 [2].
 
     Args:
-        indices: mask indices, int32 [R, 1, S, 1]: the query row where each token's document ends, 0 for padding.
+        indices: mask indices, int32 [R, 1, S, 1 or 4]: the query row where each token's document, or the rows that see
+            it, end, 0 for padding; and last, of 4, the row where these rows start.
     """
-    ends = indices.flatten(1)
-    rows = torch.arange(ends.shape[1], device=ends.device)
+    ends = indices[..., 0].flatten(1)
+    rows = torch.arange(ends.shape[1], device=ends.device) if indices.shape[-1] == 1 else indices[..., 3].flatten(1)
     return torch.stack([(ends > 0).sum(), (ends - rows).clamp(min=0).sum()])

@@ -13,7 +13,7 @@ import torch
 from accelerate.utils import compare_versions
 from torch import Tensor
 
-from flashmask_hf.names import IGNORED, LABEL_WEIGHTS, SHIFT_LABEL_WEIGHTS
+from flashmask_hf.names import DIFFUSION_LABELS, IGNORED, LABEL_WEIGHTS, SHIFT_LABEL_WEIGHTS
 
 
 def label_count(batch: Mapping[str, Any]) -> Tensor:
@@ -23,7 +23,7 @@ def label_count(batch: Mapping[str, Any]) -> Tensor:
 
 def without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return a batch of the same form whose labels are ignored."""
-    empty = {"labels": IGNORED, LABEL_WEIGHTS: 0}
+    empty = {"labels": IGNORED, DIFFUSION_LABELS: IGNORED, LABEL_WEIGHTS: 0}
     return {**batch, **{name: torch.full_like(batch[name], x) for name, x in empty.items() if name in batch}}
 
 

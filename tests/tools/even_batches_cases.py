@@ -11,9 +11,11 @@ from tools.tiny import llama_config, preference_rows, trainer_settings, word_tok
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from trl import SFTConfig
 
+from flashmask_hf.collators import DataCollatorForBlockDiffusion
 from flashmask_hf.trainers import (
     MultiAnswerRewardConfig,
     MultiAnswerRewardTrainer,
+    PackedDiffusionTrainer,
     PackedSFTTrainer,
     SharedQuestionDPOConfig,
     SharedQuestionDPOTrainer,
@@ -106,7 +108,28 @@ def whole(count: int) -> Dataset:
     return Dataset.from_list(list(rows([list(range(count))])))
 
 
+def noised(group: Any) -> dict[str, Any]:
+    """Train and evaluate on noise that does not depend on the process."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(llama_config(initializer_range=0.3), attn_implementation="flashmask")
+    options = {"max_steps": 3, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4 // group.size()}
+    trainer = PackedDiffusionTrainer(
+        model,
+        SFTConfig(**trainer_settings(tempfile.mkdtemp()) | {"max_length": 16} | options),
+        DataCollatorForBlockDiffusion(mask_token_id=63, block_size=4, seed=1),
+        whole(60),
+        whole(30),
+        word_tokenizer(),
+    )
+    trainer.train()
+    trainer.evaluate()
+    logs: Any = trainer.state.log_history
+    names = ("loss", "grad_norm", "num_tokens", "eval_loss", "eval_entropy", "eval_mean_token_accuracy")
+    return {name: [entry[name] for entry in logs if name in entry] for name in names}
+
+
 CASES = {
+    "diffusion": noised,
     "train, shards of unequal rows": trained(38, 22),
     "train, one shard": trained(60),
     "train, three shards": trained(20, 30, 10),

@@ -56,6 +56,14 @@ def test_a_stream_of_pairs_trains_on_several_processes(found, name):
     assert (outcome["loss"], outcome["eval_loss"]) == (6, 2)
 
 
+@pytest.mark.full
+def test_diffusion_on_several_processes_divides_by_all_labels(found):
+    want, got = result(found, 1, "diffusion"), result(found, 2, "diffusion")
+    for name, values in want.items():
+        if name != "seconds":
+            assert got[name] == pytest.approx(values, rel=1e-4), name
+
+
 class Stock:
     """Trainer's part of what the mixin extends."""
 

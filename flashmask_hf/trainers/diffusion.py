@@ -1,0 +1,144 @@
+"""TRL's supervised fine-tuning trainer for diffusion language models on packed rows."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from trl.trainer.sft_config import SFTConfig
+from trl.trainer.sft_trainer import SFTTrainer
+
+from flashmask_hf.collators.diffusion import DataCollatorForBlockDiffusion, DataCollatorForMaskedDiffusion
+from flashmask_hf.hf.models import unwrap_peft
+from flashmask_hf.hf.rewrites import require_flashmask
+from flashmask_hf.names import DIFFUSION_LABELS, DIFFUSION_WEIGHTS, VECTORS
+from flashmask_hf.trainers.context_parallel import context_parallel_size
+from flashmask_hf.trainers.sft import PackedSFTTrainer
+from flashmask_hf.trainers.weighing import label_count
+
+
+class PackedDiffusionTrainer(PackedSFTTrainer):
+    """`PackedSFTTrainer` for diffusion language models: noised documents, in blocks or whole, on packed rows.
+
+    TRL tokenizes datasets and `pack_dataset` packs them, as in `PackedSFTTrainer`; the collator noises the rows. The
+    loss is `diffusion_loss`, whose divisor counts labels, noised or not, over all batches and ranks of a step. Logits
+    are computed for noised tokens alone, in tiles. Evaluation has the same noise each time.
+
+    Logs are of `PackedSFTTrainer`; `entropy` and `mean_token_accuracy` are of noised tokens. Tokens count once, however
+    many rows they have.
+
+    Args:
+        model: a causal language model of transformers, or its name. Its attention must be "flashmask".
+        args: a `trl.SFTConfig`. `max_length` counts the tokens of a row's documents; in block diffusion the row is
+            `copies + 1` times as long.
+        data_collator: a `DataCollatorForBlockDiffusion` or `DataCollatorForMaskedDiffusion`, required.
+        **kwargs: as in `PackedSFTTrainer`, like all arguments not listed.
+
+    Raises:
+        TypeError: `args` or `data_collator` has the wrong type.
+        ValueError: the model's attention is code of its own (LLaDA, Dream and other remote code), or not "flashmask";
+            an option changes the loss (`loss_type`, `label_smoothing_factor`, `compute_loss_func`), reads logits
+            (`compute_metrics`, `preprocess_logits_for_metrics`), packs in TRL, or splits rows over ranks; or as in
+            `PackedSFTTrainer`.
+
+    Example:
+        ```python
+        from datasets import load_dataset
+        from flashmask_hf.collators import DataCollatorForBlockDiffusion
+        from flashmask_hf.trainers import PackedDiffusionTrainer
+        from trl import SFTConfig
+
+        dataset = load_dataset("trl-lib/Capybara", split="train")
+        collator = DataCollatorForBlockDiffusion(mask_token_id=151669, block_size=32)
+        PackedDiffusionTrainer("Qwen/Qwen3-0.6B", SFTConfig(max_length=4096), collator, dataset).train()
+        ```
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        args: SFTConfig | None = None,
+        data_collator: DataCollatorForMaskedDiffusion | None = None,
+        *given: Any,
+        **kwargs: Any,
+    ):
+        if not isinstance(data_collator, DataCollatorForMaskedDiffusion):
+            raise TypeError(
+                "data_collator must be a DataCollatorForBlockDiffusion or a DataCollatorForMaskedDiffusion, which "
+                f"noises tokens, got {type(data_collator).__name__}"
+            )
+        if args is not None:
+            _refuse_options(args)
+        for name in ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics"):
+            if kwargs.get(name) is not None:
+                raise ValueError(f"{name} is not supported: this trainer computes its loss from noised tokens' logits")
+        if not isinstance(model, str):
+            _check_attention(model)
+        super().__init__(model, args, data_collator, *given, **kwargs)
+        _check_attention(self.accelerator.unwrap_model(self.model))
+        self.model_accepts_loss_kwargs = True  # else Trainer counts no labels
+        if isinstance(data_collator, DataCollatorForBlockDiffusion):
+            self._rows_per_token = data_collator.copies + 1
+
+    def _get_dataloader(self, *args: Any, is_training: bool = False, **kwargs: Any) -> Any:
+        training = self.data_collator
+        if not is_training and training.seed is None:
+            self.data_collator = replace(training, seed=self.args.seed)
+        try:
+            return super()._get_dataloader(*args, is_training=is_training, **kwargs)
+        finally:
+            self.data_collator = training
+
+    def _label_counts(self, inputs: dict[str, Any]) -> Any:
+        return tuple(label_count({"shift_labels": inputs[name]}) for name in ("labels", DIFFUSION_LABELS))
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        """Return the number of labels of a step on all ranks, also at the start of a row."""
+        counted = [batch | {"shift_labels": batch["labels"]} for batch in batch_samples]
+        return super()._get_num_items_in_batch(counted, device)
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Compute the loss of one batch, and record TRL's metrics of its noised tokens."""
+        self._record_batch(model, inputs)
+        names = (DIFFUSION_LABELS, DIFFUSION_WEIGHTS, "labels")
+        targets, weights, labels = (inputs[name] for name in names)
+        inputs = {name: x for name, x in inputs.items() if name not in names} | {"shift_labels": targets}
+
+        def weigh(**kwargs: Any) -> Any:
+            outputs = model(**kwargs)
+            scale = weights.to(outputs.log_probs.device)
+            if num_items_in_batch is None:  # TRL divides by the number of noised tokens
+                noised, count = (label_count({"shift_labels": x}).clamp(min=1) for x in (targets, labels))
+                scale = scale * (noised / count)
+            outputs.log_probs = outputs.log_probs * scale
+            return outputs
+
+        return SFTTrainer.compute_loss(self, weigh, inputs, return_outputs, num_items_in_batch)
+
+
+def _refuse_options(args: Any) -> None:
+    """Raise a ValueError for options that another loss reads, that pack in TRL, or that split rows."""
+    if args.packing or args.padding_free:
+        raise ValueError("packing and padding_free make causal rows of TRL; leave them out, and this trainer packs")
+    if args.loss_type != "nll" or args.label_smoothing_factor:
+        raise ValueError("loss_type and label_smoothing_factor are of causal losses; leave both at their defaults")
+    if context_parallel_size(args) > 1:
+        raise ValueError("cp_size > 1 (parallelism_config) splits causal rows alone; set cp_size=1")
+
+
+def _check_attention(model: Any) -> None:
+    """Raise a ValueError for a model that would ignore its mask."""
+    inner = unwrap_peft(model)
+    layers = (type(x) for x in inner.modules() if not isinstance(x, PreTrainedModel))
+    modules = {sys.modules.get(base.__module__) for layer in layers for base in layer.__mro__}
+    if not any(hasattr(module, "ALL_ATTENTION_FUNCTIONS") for module in modules):
+        raise ValueError(
+            f"{type(inner).__name__} has attention code of its own, as the remote code of LLaDA and Dream, which "
+            f"ignores {VECTORS}; use a model of transformers, for example Qwen3 or Llama"
+        )
+    require_flashmask(inner.base_model)
