@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from charts import EARLY, GALLERY, IMAGE_WAYS, headlines, image_cases
@@ -480,12 +480,12 @@ def packing() -> str:
     return table(rows, ["packer"], columns, "benchmarks/packing.py", f"{shape}{int(rows[0]['row_length']):,}")
 
 
-def grpo() -> str:
-    """Updates of GRPO beside the fastest padded one."""
+def grpo(models: Mapping[str, str], peer: str, content: str = "") -> str:
+    """Updates of GRPO beside the fastest padded one: of the models named, in the cases that the peer has run."""
     by = ("model", "prompt", "completion", "groups", "generations", "compiled")
-    lines = _lines(updates(), *by, peer="padded_flash_attention_4")
+    lines = _lines([row for row in updates() if row["model"] in models], *by, peer=f"padded_{peer}")
     columns: Columns = {
-        "model": lambda line: {"llama-3.2-1b": "1B", "qwen3-4b": "4B, LoRA"}[line[0]["model"]],
+        "model": lambda line: models[line[0]["model"]],
         "P : C": "{prompt:,.0f} : {completion:,.0f}",
         "micro-batch": lambda line: "{groups} x {generations}{more}".format(
             more=", compiled" * (line[0]["compiled"] == "on"), **line[0]
@@ -493,8 +493,8 @@ def grpo() -> str:
     }
     columns |= _beside("fastest padded, tokens/s")
     command = "benchmarks/reinforcement.py --models MODEL --cases P:C --groups GROUPS --generations G"
-    shape = "an update beside TRL's trainer on the padded batch, micro-batches of groups x completions of a group, "
-    shape += "completions of half to all of C tokens, checkpointing, random weights"
+    shape = f"an update beside TRL's trainer on the padded batch{content}, micro-batches of groups x completions of a "
+    shape += "group, completions of half to all of C tokens, checkpointing, random weights"
     return table(lines[0], lines, columns, command, shape)
 
 
@@ -547,7 +547,7 @@ def gallery() -> str:
 LONG = "65,536 tokens in all, or one row, medians of 5 turns, or 3 with 131,072"
 TURNS, GROUPED = "medians of 5 turns, or 3 with 131,072", ("8192", "32768", "131072")
 PLAIN = (peers, peers_widths, deterministic, ragged, sparse, decoding, short, masks_made, fast_settings, settings,
-         alignment, preference, row_lengths, images, profile, parallel, convergence, packing, grpo, sharing, first_step,
+         alignment, preference, row_lengths, images, profile, parallel, convergence, packing, sharing, first_step,
          sparse_training, gallery, long_length)  # fmt: skip
 TEXTS: dict[str, Callable[[], str]] = {function.__name__.replace("_", "-"): function for function in PLAIN} | {
     "peers-long": partial(peers_shapes, "attention_peers_h200", ("32768", "131072"), LONG, ""),
@@ -557,6 +557,10 @@ TEXTS: dict[str, Callable[[], str]] = {function.__name__.replace("_", "-"): func
     "dpo-gain": partial(headline, "DPO"),
     "reward-gain": partial(headline, "reward model"),
     "grpo-gain": partial(headline, "GRPO"),
+    "grpo": partial(grpo, {"llama-3.2-1b": "1B", "qwen3-4b": "4B, LoRA"}, "flash_attention_4"),
+    "grpo-images": partial(
+        grpo, {name: name for name in ("qwen2.5-vl-3b", "gemma-3-4b")}, "sdpa", ", prompts of images for the most part"
+    ),
     "flex": partial(speed, "flashmask"),
     "flex-portable": partial(speed, "flashmask_triton"),
     "first-call": partial(first_call, "empty"),
