@@ -201,7 +201,7 @@ def test_updates_of_grpo_have_a_row_for_each_micro_batch(figures):
         *rows("1", "15000", "8000", "10000"), *rows("1", "20000", "10000", compiled="on"),
         *rows("4", "25000", "10000", "out of memory"), *rows("9", "out of memory", "7"),
     ])  # fmt: skip
-    assert cells(tables.grpo())[1:] == [
+    assert cells(tables.TEXTS["grpo"]())[1:] == [
         ["1B", "1,024 : 256", "1 x 8", "15,000", "10,000 (FlashAttention-4, padded)", "1.50x", "4.0 / 4.0"],
         ["1B", "1,024 : 256", "4 x 8", "25,000", "10,000 (SDPA, padded)", "2.50x", "4.0 / 4.0"],
     ]
