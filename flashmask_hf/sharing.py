@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from flashmask_hf.collators.shared_rows import pack_sequences
+from flashmask_hf.collators.shared_rows import find_starts, pack_sequences
 from flashmask_hf.hf.call import Call, cache_of
 from flashmask_hf.hf.checks.recurrent import is_guarded
 from flashmask_hf.hf.models import state_of, unwrap_peft
@@ -86,7 +86,7 @@ def _share(call: Call, minimum: float) -> dict[str, Any]:
         return call.named
     ids, *marks = _read(call)
     numbers, starts = marks[0], _starts(call, *marks)
-    if not starts.any():
+    if starts is None or not starts.any():
         return call.named
     real = numbers != 0
     packed = _pack(ids.tobytes(), real.tobytes(), starts.tobytes(), ids.shape)
@@ -154,8 +154,8 @@ def _read(call: Call) -> NDArray[np.int64]:
 
 def _starts(
     call: Call, numbers: NDArray[np.int64], positions: NDArray[np.int64], starts: NDArray[np.int64]
-) -> NDArray[np.bool_]:
-    """Return the first tokens of the documents, bool [N, L]; none if documents have holes or positions of their own.
+) -> NDArray[np.bool_] | None:
+    """Return the first tokens of the documents, bool [N, L]; None if documents have holes or positions of their own.
 
     The arguments are as `_read` returns them.
     """
@@ -164,13 +164,9 @@ def _starts(
             f"position_ids start at {positions[0, 0]}, inside a document, as on a rank that has a part of each row; "
             "share prefixes without sequence parallelism, or let positions start at 0"
         )
-    real, nothing = numbers != 0, np.zeros(numbers.shape, bool)
-    first = real & ((starts != 0) | (np.cumsum(real, 1) == 1))
-    parts = (numbers[:, 1:] != numbers[:, :-1]) | (positions[:, 1:] != positions[:, :-1] + 1)
-    if (parts & real[:, 1:] & ~first[:, 1:]).any():  # a hole, a jump, or a number of no document
-        return nothing
-    embeds_positions = call.state.first_position is not None
-    return nothing if embeds_positions and positions[first].any() else first
+    first = find_starts(numbers, positions, starts != 0)
+    counts_padding = call.state.first_position is not None and first is not None and positions[first].any()
+    return None if counts_padding else first
 
 
 @functools.lru_cache(maxsize=8)

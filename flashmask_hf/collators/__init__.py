@@ -26,6 +26,7 @@ from flashmask_hf.collators.packing import PackedRows, pack_forests
 from flashmask_hf.collators.preference import DataCollatorForSharedQuestion
 from flashmask_hf.collators.reward import DataCollatorForMultiAnswerReward
 from flashmask_hf.collators.rope_index import RopeIndex
+from flashmask_hf.collators.shared_rows import SharedRows, gather_logps, pack_shared
 from flashmask_hf.collators.trees import DataCollatorForTrees
 from flashmask_hf.collators.vision import DataCollatorForPackedVisionLanguageModeling
 
@@ -41,9 +42,12 @@ __all__ = [
     "Forest",
     "PackedRows",
     "RopeIndex",
+    "SharedRows",
     "diffusion_loss",
+    "gather_logps",
     "pack_dataset",
     "pack_forests",
+    "pack_shared",
     "packing_efficiency",
     "tree_loss",
 ]

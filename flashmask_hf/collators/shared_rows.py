@@ -1,13 +1,18 @@
-"""Sequences of a batch packed into rows in which what they share is computed once."""
+"""A batch's sequences in rows that hold shared tokens once, and the log-probabilities of the batch's tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+from flashmask_hf._numbers import as_integer
 from flashmask_hf.collators.forest import Leaf
 from flashmask_hf.collators.packing import PackedRows, pack_forests
 from flashmask_hf.collators.prefixes import share_prefixes, share_prompts
@@ -44,3 +49,148 @@ def pack_sequences(
         forests, leaves = share_prompts(sequences, prompt_lengths, kinds)
     rows = pack_forests(forests, **options)
     return rows, rows.place(leaves, real), leaves
+
+
+def find_starts(
+    numbers: NDArray[np.int64], positions: NDArray[np.int64], starts: NDArray[np.bool_]
+) -> NDArray[np.bool_] | None:
+    """Return the first tokens of a batch's documents, bool [N, L]; None if a document has a hole, or positions jump.
+
+    Args:
+        numbers: int64 [N, L], 0 for padding; tokens of a document have the same number.
+        positions: int64 [N, L], which increase by one within a document.
+        starts: bool [N, L], where documents start, besides at the first token of each row.
+    """
+    real = numbers != 0
+    first = real & (starts | (np.cumsum(real, 1) == 1))
+    parts = (numbers[:, 1:] != numbers[:, :-1]) | (positions[:, 1:] != positions[:, :-1] + 1)
+    return None if (parts & real[:, 1:] & ~first[:, 1:]).any() else first
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedRows:
+    """A batch's sequences in packed rows, on the batch's device, and where its tokens' log-probabilities are read.
+
+    Args:
+        batch: the model's inputs, as of `PackedRows.batch`: R rows of S tokens.
+        scored: bool [N, K], the tokens that `gather_logps` scores.
+        predictors: int64 [n], index in the flattened rows of the token before each scored token.
+        labels: int64 [n], ids of the scored tokens.
+        saved: share of the sequences' tokens that the rows do not repeat, 0 to 1.
+    """
+
+    batch: dict[str, Tensor]
+    scored: Tensor
+    predictors: Tensor
+    labels: Tensor
+    saved: float
+
+
+def pack_shared(
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    *,
+    scored: Tensor | None = None,
+    max_length: int | None = None,
+    pad_to_multiple_of: int | None = None,
+) -> SharedRows:
+    """Pack a batch's sequences into rows in which the model computes each common beginning once.
+
+    The host waits for the device once, to read the batch.
+
+    Args:
+        input_ids: int64 [N, L], sequences padded on any side, or flat rows of several sequences.
+        attention_mask: [N, L], 0 for padding; numbers that grow along a row count its sequences. None: no padding.
+        position_ids: int64 [N, L], 0 at the first token of each sequence of flat rows. None: a sequence per row, or
+            per number of the mask.
+        scored: bool or int [N, K], nonzero for tokens of the last K columns whose log-probabilities are wanted. None:
+            all. Padding and the first token of a sequence, which nothing predicts, are never scored.
+        max_length: as in `flashmask_hf.collators`; sequences with a common first token stay in one row.
+        pad_to_multiple_of: see there.
+
+    Raises:
+        ValueError: shapes do not fit, there is no token, a sequence has a hole, or positions that jump or do not start
+            at 0, sequences with a common first token do not fit a row, or an option is out of range.
+
+    Example:
+        >>> rows = pack_shared(torch.tensor([[5, 6, 7, 8], [5, 6, 9, 0]]), torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]]))
+        >>> rows.batch["input_ids"], rows.predictors, rows.labels
+        (tensor([[5, 6, 7, 8, 9]]), tensor([0, 1, 2, 0, 1]), tensor([6, 7, 8, 6, 9]))
+    """
+    everything = torch.ones_like(input_ids)
+    parts = [everything if x is None else x for x in (attention_mask, position_ids, scored)]
+    shapes = [list(x.shape) for x in (input_ids, *parts)]
+    are_matrices = all(len(shape) == 2 for shape in shapes) and len({shape[0] for shape in shapes}) == 1
+    if not are_matrices or len({shape[1] for shape in shapes[:3]}) > 1 or shapes[3][1] > shapes[0][1]:
+        raise ValueError(f"input_ids, attention_mask, position_ids must be [N, L], scored [N, K <= L], got {shapes}")
+    unscored = shapes[0][1] - shapes[3][1]  # columns
+    parts[2] = torch.nn.functional.pad(parts[2], (unscored, 0))
+    batch = torch.stack([part.long() for part in (input_ids, *parts)])
+    ids, numbers, positions, wanted = batch.cpu().numpy()  # waits for the device
+    starts = numbers > np.maximum.accumulate(np.pad(numbers, ((0, 0), (1, 0)))[:, :-1], 1)
+    if position_ids is None:
+        positions = np.arange(ids.shape[1])[None]
+    else:
+        starts |= positions == 0
+    first = find_starts(numbers, positions, starts)
+    if first is None or (attention_mask is None and positions[0, 0] > 0):
+        raise ValueError(
+            "a sequence has padding inside, or positions that jump or do not start at 0; pass whole sequences, on each "
+            "rank its own"
+        )
+    if not first.any():
+        raise ValueError("attention_mask is 0 everywhere: there is nothing to pack")
+    real = numbers != 0
+    rows, index, _ = pack_sequences(ids, real, first, max_length=max_length, pad_to_multiple_of=pad_to_multiple_of)
+    chosen = real & ~first & (wanted != 0)
+    before = index.ravel()[np.flatnonzero(chosen) - 1]
+    found = [torch.from_numpy(x).to(input_ids.device) for x in (chosen, before, ids[chosen])]
+    saved = 1 - sum(len(forest.tokens) for forest in rows.forests) / int(real.sum())
+    packed = {name: x.to(input_ids.device) for name, x in rows.batch().items()}
+    return SharedRows(packed, found[0][:, unscored:], *found[1:], saved)
+
+
+def gather_logps(
+    hidden: Tensor,
+    head: Callable[[Tensor], Tensor],
+    rows: SharedRows,
+    *,
+    temperature: float = 1.0,
+    chunk: int = 1024,
+    entropy: bool = False,
+) -> Tensor:
+    """Return the log-probabilities of a batch's scored tokens, of no others, so logits of few tokens exist at a time.
+
+    The backward computes the logits of a chunk again.
+
+    Args:
+        hidden: [R, S, H], last hidden states of the model on `rows.batch`.
+        head: function of hidden states [m, H] that returns logits [m, V], such as `model.lm_head`; with the model's
+            scale or softcap of logits, if it has one.
+        rows: of `pack_shared`.
+        temperature: divisor of the logits.
+        chunk: most tokens with logits at a time, at least 1.
+        entropy: whether to return the entropies of the predictions, too.
+
+    Returns:
+        Tensor: float32 [N, K], 0 for tokens that are not scored; with `entropy` [2, N, K], the entropies last.
+
+    Raises:
+        ValueError: `chunk` is out of range.
+    """
+    size = as_integer("chunk", chunk, 1)
+
+    def score(states: Tensor, labels: Tensor) -> Tensor:
+        logits = head(states).float() / temperature
+        total = logits.logsumexp(-1)
+        found = [logits.gather(-1, labels[:, None])[:, 0] - total]
+        if entropy:
+            found.append(total - (logits.softmax(-1) * logits).sum(-1))
+        return torch.stack(found)
+
+    chunks = zip(hidden.flatten(0, 1)[rows.predictors].split(size), rows.labels.split(size), strict=True)
+    values = torch.cat([checkpoint(score, *part, use_reentrant=False) for part in chunks], 1)
+    scores = values.new_zeros(len(values), *rows.scored.shape)
+    scores[:, rows.scored] = values
+    return scores if entropy else scores[0]

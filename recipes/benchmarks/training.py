@@ -377,12 +377,12 @@ class Preference(Alignment):
         return float(loss.detach())
 
     def figures(self, implementation: str, length: int) -> list[tuple[float, float]]:
-        """Return the loss (in bfloat16 ORPO's is rounded to 1/16), and the norm of the gradients (allowed: 5%)."""
+        """Return the loss (in bfloat16 ORPO's is rounded to 1/16), and the norm of the gradients (allowed: 10%)."""
         loss = self.run(implementation, self.draw(length, 1)[0])
         found = [x.grad for x in self.model.parameters() if x.grad is not None]
         norm = float(torch.nn.utils.get_total_norm(found))
         exact = self.device == "cpu"
-        return [(loss, 1e-5 if exact else 0.13), (norm, (1e-4 if exact else 0.05) * norm)]
+        return [(loss, 1e-5 if exact else 0.13), (norm, (1e-4 if exact else 0.1) * norm)]
 
 
 class Series:
