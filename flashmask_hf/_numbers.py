@@ -16,6 +16,7 @@ _MAX_LENGTH = 2**31 - 1
 _DTYPES = {
     "a bool": (torch.bool,),
     "an int32": (torch.int32,),
+    "an int64": (torch.int64,),
     "an integer": (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     "a floating-point": (torch.bfloat16, torch.float16, torch.float32, torch.float64),
 }

@@ -6,10 +6,11 @@ from typing import Literal, overload
 
 from torch import Tensor
 
-from flashmask_hf._call.arguments import Arguments
+from flashmask_hf._call.arguments import Arguments, check_seed
 from flashmask_hf._call.call import resolve
 from flashmask_hf._call.operators import attend
 from flashmask_hf._numbers import check_range
+from flashmask_hf.dropout import draw_seed
 from flashmask_hf.kernels.eager.reference import reference_attention
 from flashmask_hf.mask import FlashMask
 
@@ -25,6 +26,8 @@ def flashmask_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     deterministic: bool = False,
+    dropout: float = 0.0,
+    dropout_seed: Tensor | None = None,
     return_lse: Literal[False] = False,
     impl: str | None = None,
 ) -> Tensor: ...
@@ -41,6 +44,8 @@ def flashmask_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     deterministic: bool = False,
+    dropout: float = 0.0,
+    dropout_seed: Tensor | None = None,
     return_lse: Literal[True],
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor]: ...
@@ -56,6 +61,8 @@ def flashmask_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     deterministic: bool = False,
+    dropout: float = 0.0,
+    dropout_seed: Tensor | None = None,
     return_lse: bool = False,
     impl: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -74,6 +81,9 @@ def flashmask_attention(
         sinks: [Hq] logits of one extra key without a value per head, as in GPT-OSS.
         deterministic: repeated runs give the same bits, as with `torch.use_deterministic_algorithms(True)`. "triton",
             "torch" and "reference" always do; the gradient of q costs more with "hopper".
+        dropout: probability of setting a weight to 0, in [0, 1); the others are divided by 1 - dropout. lse stays.
+        dropout_seed: int64 [1], which decides what is dropped (`flashmask_hf.dropout`); from `shard_seed` for a shard
+            of the heads or rows. None draws from torch's generator of the device. Unread without dropout.
         return_lse: also return the log-sum-exp of every row.
         impl: "hopper", "triton", "torch" or "reference"; None takes the best that serves.
 
@@ -89,11 +99,15 @@ def flashmask_attention(
         NotImplementedError: torch.func differentiates the call (jvp, grad, vjp, jacrev); only "reference" supports it.
         RuntimeError: a second derivative is needed; only "reference" has it.
     """
-    call = resolve(q, k, v, mask, sinks, Arguments(scale, softcap, impl, deterministic))
+    call = resolve(q, k, v, mask, sinks, Arguments(scale, softcap, impl, deterministic, dropout))
+    seed = None
+    if dropout:  # drawn outside of the operator, since selective checkpointing does not repeat operators
+        seed = draw_seed(q) if dropout_seed is None else dropout_seed
+        check_seed(seed, q)
     if impl == "reference":
         if not call.intercepted:  # tensors of a transform or a mode may have no values to read
             check_range(mask.indices, q.shape[2])
-        results = reference_attention(*call.cast(q, k, v), mask, sinks, call.arguments)
+        results = reference_attention(*call.cast(q, k, v), mask, sinks, call.arguments, seed)
     else:
-        results = attend(call, q, k, v, sinks, mask)
+        results = attend(call, q, k, v, sinks, mask, seed)
     return results if return_lse else results[0]

@@ -473,6 +473,23 @@ BAD_CALLS = {
     ),
     "scale is no number": ({"scale": "1"}, TypeError, "scale must be a number"),
     "scale is negative": ({"scale": -1.0}, ValueError, "scale must be positive"),
+    "dropout is no number": ({"dropout": "0.1"}, TypeError, "dropout must be a number, got str"),
+    "dropout of all": ({"dropout": 1.0}, ValueError, r"dropout must be in \[0, 1\), got 1.0"),
+    "dropout_seed is no tensor": (
+        {"dropout": 0.1, "dropout_seed": 7},
+        TypeError,
+        "dropout_seed must be an int64 tensor",
+    ),
+    "dropout_seed is too long": (
+        {"dropout": 0.1, "dropout_seed": torch.zeros(4, dtype=torch.int64)},
+        ValueError,
+        r"dropout_seed must have shape \[1\], or \[3\] from shard_seed, got \[4\]",
+    ),
+    "dropout_seed on another device": (
+        {"dropout": 0.1, "dropout_seed": torch.zeros(1, dtype=torch.int64, device="meta")},
+        ValueError,
+        "dropout_seed is on meta, but q is on cpu",
+    ),
     "softcap is zero": ({"softcap": 0.0}, ValueError, "softcap must be positive and finite, or None for no cap"),
     "softcap is infinite": ({"softcap": float("inf")}, ValueError, "softcap must be positive and finite"),
     "scale vanishes in float32": ({"scale": 1e-50}, ValueError, "scale must be positive and finite, .* for float32"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 import torch
 import triton
@@ -42,13 +45,14 @@ def _compile(
     dtype=torch.bfloat16,
     softcap: float = 0.0,
     multiprocessors: int = 1,
+    **dropout: Any,
 ) -> dict[str, Kernel]:
     q, k, v = (torch.empty(1, 512, h, d, dtype=dtype).transpose(1, 2) for h, d in ((4, dim), (2, dim), (2, v_dim)))
     plan = torch_plan(mask.indices, mask.causal, 512)
     _pretend(monkeypatch, target, multiprocessors)
     with compile_only(target) as kernels:
-        out, lse = forward(q, k, v, mask, plan, None, 0.1, softcap)
-        backward(out, q, k, v, lse, (out, lse), mask, plan, 0.1, softcap)
+        out, lse = forward(q, k, v, mask, plan, None, 0.1, softcap, **dropout)
+        backward(out, q, k, v, lse, (out, lse), mask, plan, 0.1, softcap, **dropout)
         prepare_statistics(4, 512, 512)(lse, lse, lse, lse)
         build_plan(mask.indices, mask.causal, 512)
     return {kernel.name: kernel for kernel in kernels}
@@ -91,6 +95,24 @@ def test_hopper(monkeypatch: pytest.MonkeyPatch, dim: int, form: str, multiproce
     assert kernels["_forward"].spills == 0
     assert kernels["_backward_queries"].spills <= 64
     assert kernels["_backward_keys"].spills <= 256
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("dim", "numbers"), [(128, 1), (64, 34)])
+def test_hopper_with_dropout(monkeypatch: pytest.MonkeyPatch, dim: int, numbers: int) -> None:
+    """The pattern needs no shared memory and moves no words between threads; a shard loads numbers of its rows."""
+    seed = torch.zeros(numbers, dtype=torch.int64)
+    mask = FORMS["causal_document"]
+    plain = _compile(monkeypatch, HOPPER, dim, dim, mask)
+    dropping = _compile(monkeypatch, HOPPER, dim, dim, mask, dropout=0.1, seed=seed)
+    for name in ("_forward", "_backward_keys", "_backward_queries"):
+        assert dropping[name].shared == plain[name].shared, name
+        assert dropping[name].spills <= 512, name
+        moves = [
+            sum(bool(re.search(r"\b(STS|LDS|SHFL)", x)) for _, x in kernels[name].instructions())
+            for kernels in (dropping, plain)
+        ]
+        assert moves[0] == moves[1] or numbers > 1, name
 
 
 @pytest.mark.parametrize("dim", [64, 128])

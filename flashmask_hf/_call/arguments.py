@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from flashmask_hf._numbers import check_bool, check_tensor
+from flashmask_hf.dropout import BLOCK
 from flashmask_hf.mask import FlashMask, check_fit, check_pair
+from flashmask_hf.torch_internals import is_one_of
 
 _LEAST, _MOST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max * math.log(2) / 2
 """Bounds of a factor that kernels hold in float32, as it is and doubled in units of log2."""
@@ -25,6 +27,7 @@ class Arguments(NamedTuple):
     softcap: float | None = None
     impl: str | None = None
     deterministic: bool = False
+    dropout: float = 0.0
 
 
 class Inputs(NamedTuple):
@@ -72,6 +75,10 @@ def check_arguments(q: Tensor, k: Tensor, v: Tensor, mask: FlashMask, sinks: Ten
 def _check_options(given: Arguments, head_dim: int) -> None:
     """Check the arguments that are no tensors."""
     check_bool("deterministic", given.deterministic)
+    if not isinstance(given.dropout, (int, float)) or isinstance(given.dropout, bool):
+        raise TypeError(f"dropout must be a number, got {type(given.dropout).__name__}; pass a float")
+    if not 0 <= given.dropout < 1:
+        raise ValueError(f"dropout must be in [0, 1), got {given.dropout}; it is the probability of dropping a weight")
     for name, value, none in (("scale", given.scale, "D ** -0.5"), ("softcap", given.softcap, "no cap")):
         if value is None:
             continue
@@ -89,6 +96,21 @@ def _check_options(given: Arguments, head_dim: int) -> None:
                 f"softcap={given.softcap} is too far from scale={factor}: scale / softcap must be {_LEAST:.1e} to "
                 f"{_MOST:.1e} for float32; pass None for no cap"
             )
+
+
+def check_seed(seed: Tensor, q: Tensor) -> None:
+    """Check dropout's seed of an attention call with queries `q` [B, Hq, Sq, D].
+
+    Raises:
+        TypeError: it is no int64 tensor.
+        ValueError: its shape or device does not fit.
+    """
+    check_tensor("dropout_seed", seed, "an int64", "[1]")
+    shard = 2 + -(-q.shape[2] // BLOCK)
+    if not is_one_of(seed.shape[0], 1, shard):
+        raise ValueError(f"dropout_seed must have shape [1], or [{shard}] from shard_seed, got {list(seed.shape)}")
+    if seed.device != q.device:
+        raise ValueError(f"dropout_seed is on {seed.device}, but q is on {q.device}; move it with .to('{q.device}')")
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:

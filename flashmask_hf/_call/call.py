@@ -88,19 +88,21 @@ class Call:
         sinks: Tensor | None,
         indices: Tensor,
         plan: Plan,
+        seed: Tensor | None = None,
         order: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return out and lse, as `operators.flash_attn_forward` documents them.
 
         `order`, int32 [B, Hq, Sq], puts row i of the output at `order[b, h, i]`; lse stays in the order of q.
         """
-        tensors = (q, k, v, sinks, indices, plan) if order is None else (q, k, v, sinks, indices, plan, order)
+        last = seed if order is None else order  # sparse attention, which has an order, takes no dropout
+        tensors = (q, k, v, sinks, indices, plan) if last is None else (q, k, v, sinks, indices, plan, last)
 
         def prepare(one: Implementation) -> Run:
-            problem = self._problem(q, k, v, sinks, indices)
+            problem = self._problem(q, k, v, sinks, indices, seed)
             return one.forward(problem) if order is None else one.ordered_forward(problem)
 
-        key = ("forward", order is not None)
+        key = ("forward", order is not None, _is_of_shard(seed))
         keeper = current_keeper.get()
         if keeper is not None:
             return keeper(q, lambda: self._run(key, prepare, tensors))
@@ -115,6 +117,7 @@ class Call:
         lse: Tensor,
         delta: Tensor | tuple[Tensor, Tensor | None],
         plan: Plan,
+        seed: Tensor | None = None,
         orders: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return the gradients of q, k, v and sinks (None without sinks).
@@ -124,15 +127,17 @@ class Call:
         """
         q, k, v, sinks, indices = inputs
         tensors: tuple[Any, ...] = (dout, q, k, v, lse, delta, indices, plan)
-        if orders is not None:
-            tensors = (*tensors, orders)
+        last = seed if orders is None else orders
+        if last is not None:
+            tensors = (*tensors, last)
         out, dlse = delta if isinstance(delta, tuple) else (None, None)
         # Hooks on saved tensors, such as offloading, keep shapes and dtypes only.
         saved = (dout, q, k, v, lse, indices) if out is None else (dout, q, k, v, lse, indices, out)
-        key = ("backward", orders is not None, dlse is None, *[(x.stride(), x.data_ptr() % 16) for x in saved])
+        layouts = [(x.stride(), x.data_ptr() % 16) for x in saved]
+        key = ("backward", orders is not None, _is_of_shard(seed), dlse is None, *layouts)
 
         def prepare(one: Implementation) -> Run:
-            problem = self._problem(q, k, v, sinks, indices)
+            problem = self._problem(q, k, v, sinks, indices, seed)
             output = None if out is None else (layout_of(out), dlse is not None)
             backward = one.backward if orders is None else one.ordered_backward
             return backward(problem, layout_of(dout), output)
@@ -177,8 +182,10 @@ class Call:
                 return results
         raise AssertionError("no implementation has this pass")
 
-    def _problem(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor) -> Problem:
-        return problem_of(q, k, v, indices, sinks, self.causal, self.arguments)
+    def _problem(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor, seed: Tensor | None = None
+    ) -> Problem:
+        return problem_of(q, k, v, indices, sinks, self.causal, self.arguments, _is_of_shard(seed))
 
 
 def resolve(q: Tensor, k: Tensor, v: Tensor, mask: FlashMask, sinks: Tensor | None, given: Arguments) -> Call:
@@ -188,8 +195,9 @@ def resolve(q: Tensor, k: Tensor, v: Tensor, mask: FlashMask, sinks: Tensor | No
     try:
         indices = mask._indices
         intercepted = torch_internals.is_intercepted(q, k, v, indices, sinks)
-        # In a key, True would equal 1.
-        distinct = given.scale is not True and given.softcap is not True and isinstance(given.deterministic, bool)
+        # In a key, True would equal 1, and False 0.
+        distinct = given.scale is not True and given.softcap is not True and given.dropout is not False
+        distinct = distinct and isinstance(given.deterministic, bool)
         if not intercepted and distinct:
             key = (torch_internals.call_state(q, k, v, sinks, indices), mask._causal, mask._q_len, given)
             call = _calls.get(key)
@@ -239,6 +247,7 @@ def _make(
     # to be short: a guard would bound exports.
     decodes = (
         not differentiated
+        and not given.dropout
         and any(one.decodes for one in choice.implementations)
         and torch_internals.is_known_true(q.shape[2] <= max(16, _FEW_ROWS * k.shape[1] // q.shape[1]))
     )
@@ -261,6 +270,11 @@ def _autocast_dtype(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype | None:
     if len(set(dtypes)) > 1:
         raise TypeError(f"q, k and v must have one dtype, got {', '.join(map(str, dtypes))}; cast them to the same")
     return None
+
+
+def _is_of_shard(seed: Tensor | None) -> bool:
+    """Return whether dropout's seed has the numbers of a shard's head and rows."""
+    return seed is not None and len(seed) > 1
 
 
 def _sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:

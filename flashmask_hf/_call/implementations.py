@@ -50,12 +50,12 @@ class Implementation:
 
     A pass is prepared once per problem, as a function of tensors:
 
-        forward: (q, k, v, sinks, indices, plan) -> (out, lse)
-        backward: (dout, q, k, v, lse, delta, indices, plan) -> (dq, dk, dv, delta)
+        forward: (q, k, v, sinks, indices, plan[, seed]) -> (out, lse)
+        backward: (dout, q, k, v, lse, delta, indices, plan[, seed]) -> (dq, dk, dv, delta)
         decode: (q, k, v, sinks, indices) -> (out, lse), for few rows, without a plan
 
     `delta` [B, Hq, Sq] holds the row sums of dout * out less the gradient of lse; or it is (out, gradient of lse or
-    None).
+    None). `seed` is dropout's, and given only with dropout.
     """
 
     name: ClassVar[str]
@@ -157,6 +157,7 @@ class Triton(_Kernels):
     """Kernels in Triton for any GPU."""
 
     name = "triton"
+    takes = Arguments._fields
 
     def limit(self, request: Request) -> str | None:
         if not torch_internals.HAS_TRITON:

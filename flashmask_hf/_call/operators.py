@@ -102,8 +102,10 @@ def _is_current(stream: tuple[int, int], indices: Tensor) -> bool:
     return stream[1] == torch_internals.current_stream(stream[0]) and not torch_internals.is_capturing(indices)
 
 
-def attend(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: FlashMask) -> tuple[Tensor, Tensor]:
-    """Run a resolved call of `flashmask_attention`; return out and lse."""
+def attend(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: FlashMask, seed: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Run a resolved call of `flashmask_attention`; return out and lse. `seed` is dropout's, or None without."""
     if call.cast_to is not None:
         q, k, v = call.cast(q, k, v)
     indices = mask._indices
@@ -113,20 +115,20 @@ def attend(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ma
         return call.decode(q, k, v, sinks, indices)
     plan = plan_of(mask, q.shape[2])
     if call.intercepted:
-        return flash_attn_forward(q, k, v, sinks, indices, *plan, call.causal, *call.arguments)
+        return flash_attn_forward(q, k, v, sinks, indices, *plan, seed, call.causal, *call.arguments)
     if not call.differentiated:
-        return call.forward(q, k, v, sinks, indices, plan)
-    return _record(_DERIVATIVE, call, q, k, v, sinks, indices, plan)
+        return call.forward(q, k, v, sinks, indices, plan, seed)
+    return _record(_DERIVATIVE, call, q, k, v, sinks, indices, plan, seed)
 
 
 def _save(
     ctx: Any, output: tuple[Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor,
-    plan: Plan, *options: Any,
+    plan: Plan, seed: Tensor | None, *options: Any,
 ) -> None:  # fmt: skip
     """Save what the backward reads; the shared plan bypasses hooks on saved tensors."""
     ctx.plan, ctx.options = plan, options
     ctx.set_materialize_grads(False)  # lse seldom has a gradient
-    ctx.save_for_backward(q, k, v, sinks, indices, *output)
+    ctx.save_for_backward(q, k, v, sinks, indices, *output, seed)
 
 
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -134,15 +136,15 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
     if dout is None and dlse is None:
         return ()
     saved = ctx.saved_tensors  # read once: checkpointing unpacks a saved tensor only once
-    inputs, (out, lse) = Inputs(*saved[:5]), saved[5:]
+    inputs, (out, lse, seed) = Inputs(*saved[:5]), saved[5:]
     dout = torch.zeros_like(out) if dout is None else dout
     call = ctx.run if isinstance(ctx.run, Call) else None
     # With create_graph=True the operator raises that there are no second derivatives.
     if call is None or torch.is_grad_enabled() or torch_internals.is_intercepted(dout, dlse):
         causal, arguments = ctx.options if call is None else (call.causal, call.arguments)
-        found = flash_attn_backward(dout, dlse, out, lse, *inputs, *ctx.plan, causal, *arguments)
+        found = flash_attn_backward(dout, dlse, out, lse, *inputs, *ctx.plan, seed, causal, *arguments)
     else:
-        found = call.backward(dout, inputs, lse, (out, dlse), ctx.plan)
+        found = call.backward(dout, inputs, lse, (out, dlse), ctx.plan, seed)
     return found[:3] if inputs[3] is None else found
 
 
@@ -157,19 +159,22 @@ def _save_inputs(ctx: Any, output: tuple[Tensor, Tensor], inputs: Inputs, *optio
 
 
 @operator(lambda inputs, *_: results_like(inputs.q, inputs.v), Derivative(_save_inputs, _differentiate))
-def flash_attn_forward(inputs: Inputs, plan: Plan, causal: bool, arguments: Arguments) -> tuple[Tensor, Tensor]:
+def flash_attn_forward(
+    inputs: Inputs, plan: Plan, seed: Tensor | None, causal: bool, arguments: Arguments
+) -> tuple[Tensor, Tensor]:
     """Masked attention; differentiable in q, k, v and sinks, through both results.
 
     Args:
         inputs: as in `flashmask_attention`.
         plan: of the mask.
+        seed: `dropout_seed`; None without dropout.
         causal: as in `FlashMask`.
         arguments: as in `flashmask_attention`; "reference" has no operator.
 
     Returns:
         out [B, Hq, Sq, Dv] in q's dtype, stored as [B, Sq, Hq, Dv]; lse [B, Hq, Sq] float32 (float64 for float64 q).
     """
-    return resolve_operator(*inputs, causal, arguments).forward(*inputs, plan)
+    return resolve_operator(*inputs, causal, arguments).forward(*inputs, plan, seed)
 
 
 def gradients_like(inputs: Inputs, lse: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -187,6 +192,7 @@ def flash_attn_backward(
     lse: Tensor,
     inputs: Inputs,
     plan: Plan,
+    seed: Tensor | None,
     causal: bool,
     arguments: Arguments,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -196,7 +202,7 @@ def flash_attn_backward(
     arguments are as in the forward.
     """
     call = resolve_operator(*inputs, causal, arguments)
-    dq, dk, dv, dsinks = call.backward(dout, inputs, lse, (out, dlse), plan)
+    dq, dk, dv, dsinks = call.backward(dout, inputs, lse, (out, dlse), plan, seed)
     return dq, dk, dv, lse.new_empty(0) if dsinks is None else dsinks
 
 

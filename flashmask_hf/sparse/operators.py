@@ -162,7 +162,7 @@ def flash_attn_sparse_forward(
         (float64 for float64 q), q, k and v.
     """
     inputs = _sort(inputs, places)
-    out, lse = resolve_operator(*inputs, False, arguments).forward(*inputs, plan, places.q_order)
+    out, lse = resolve_operator(*inputs, False, arguments).forward(*inputs, plan, order=places.q_order)
     return out, lse, inputs.q, inputs.k, inputs.v
 
 
@@ -185,7 +185,7 @@ def flash_attn_sparse_backward(
     orders = places.q_order, places.k_order
     dout, delta = gather_upstream(dout, out, places.q_order, places.q_kept, lse.dtype)
     call = resolve_operator(*inputs, False, arguments)
-    dq, dk, dv, dsinks = call.backward(dout, inputs, lse, delta, plan, orders)
+    dq, dk, dv, dsinks = call.backward(dout, inputs, lse, delta, plan, orders=orders)
     return dq, dk, dv, lse.new_empty(0) if dsinks is None else dsinks
 
 

@@ -167,7 +167,7 @@ def planned(name: str, case: Case) -> Attention | None:
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         call = resolve(q, k, v, case.mask, None, Arguments(impl=impl[name]))
-        return flash_attn_forward(q, k, v, None, case.mask.indices, *plan, call.causal, *call.arguments)[0]
+        return flash_attn_forward(q, k, v, None, case.mask.indices, *plan, None, call.causal, *call.arguments)[0]
 
     return attend
 

@@ -104,6 +104,7 @@ WRONG: dict[str, tuple[Callable[..., Any] | dict[str, Any], type[Exception], str
     "device of q": (lambda q, k, v, m: (q.to("meta"), k, v, m), ValueError, "k is on cpu, but q is on meta"),
     "scale": ({"scale": True}, TypeError, "scale must be a number"),
     "softcap": ({"softcap": True}, TypeError, "softcap must be a number"),
+    "dropout": ({"dropout": False}, TypeError, "dropout must be a number"),
     "deterministic": ({"deterministic": 1}, TypeError, "deterministic must be True or False, got 1"),
     "sinks": ({"sinks": [1.0]}, TypeError, "sinks must be"),
     "impl": ({"impl": ["torch"]}, ValueError, "impl must be None or one of"),
@@ -145,7 +146,8 @@ OTHERS: dict[str, Callable[..., tuple[Any, ...]]] = {
     "scale": lambda *x: (*x[:5], 0.5, *x[6:]),
     "softcap": lambda *x: (*x[:6], 2.0, *x[7:]),
     "impl": lambda *x: (*x[:7], "torch", *x[8:]),
-    "deterministic": lambda *x: (*x[:8], True),
+    "deterministic": lambda *x: (*x[:8], True, *x[9:]),
+    "dropout": lambda *x: (*x[:9], 0.5),
     "no gradient": lambda q, k, v, *x: (q.detach(), k.detach(), v.detach(), *x),
 }
 
@@ -161,7 +163,7 @@ def _key(q: Any, k: Any, v: Any, mask: FlashMask, sinks: Any, *options: Any) -> 
 @pytest.mark.parametrize("other", OTHERS)
 def test_the_key_holds_all_that_a_call_follows_from(other: str) -> None:
     mask = FlashMask(torch.full((1, 1, LENGTH, 2), 50, dtype=torch.int32), causal=True)
-    usual = (*_cpu(), mask, torch.zeros(HEADS), 1.0, 1.0, None, False)
+    usual = (*_cpu(), mask, torch.zeros(HEADS), 1.0, 1.0, None, False, 0.0)
     assert _key(*usual) == _key(*usual)
     assert _key(*OTHERS[other](*usual)) != _key(*usual)
 

@@ -37,13 +37,15 @@ LANES = lanes((torch.float32,), (torch.float32,), (torch.bfloat16,))
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch 2.15's own
 @pytest.mark.parametrize("lane", LANES)
-@pytest.mark.parametrize("with_sinks", [False, True], ids=["plain", "sinks"])
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["plain", "sinks and dropout"])
 def test_opcheck(lane: Lane, with_sinks: bool) -> None:
     mask = masks.share_question([(40, [20, 15]), (30, [10, 18])], device=lane.device)
     q, k, v = attention_inputs(lane, 1, HEADS, KV_HEADS, 133, 133, 16)
     sinks = torch.zeros(HEADS, device=lane.device, requires_grad=True) if with_sinks else None
+    drops = with_sinks and lane.impl == "torch"
+    seed, dropout = (torch.tensor([7]), 0.2) if drops else (None, 0.0)
     torch.library.opcheck(make_plan, (mask.indices, True, 133), test_utils=("test_schema", "test_faketensor"))
-    given = (q, k, v, sinks, mask.indices, *plan_of(mask, 133), True, 0.25, None, lane.impl, False)
+    given = (q, k, v, sinks, mask.indices, *plan_of(mask, 133), seed, True, 0.25, None, lane.impl, False, dropout)
     torch.library.opcheck(flash_attn_forward, given)
     q, k, v, sinks, *more = (x.detach() if isinstance(x, torch.Tensor) else x for x in given)
     out, lse = flash_attn_forward(q, k, v, sinks, *more)
@@ -152,7 +154,9 @@ def test_opcheck_of_decode(lane: Lane, with_sinks: bool) -> None:
     mask = masks.sliding_window(133, 50, q_len=2, device=lane.device)
     q, k, v = (x.detach() for x in attention_inputs(lane, 1, HEADS, KV_HEADS, 2, 133, 16))
     sinks = torch.zeros(HEADS, device=lane.device) if with_sinks else None
-    torch.library.opcheck(flash_attn_decode, (q, k, v, sinks, mask.indices, mask.causal, 0.25, None, lane.impl, False))
+    torch.library.opcheck(
+        flash_attn_decode, (q, k, v, sinks, mask.indices, mask.causal, 0.25, None, lane.impl, False, 0.0)
+    )
 
 
 @pytest.mark.parametrize("grad_mode", [False, True], ids=["no_grad", "nothing requires grad"])
@@ -283,15 +287,15 @@ def test_operators_do_not_cast_under_autocast() -> None:
     )
     dense, orders = (mask.indices, *plan_of(mask, 20)), (q_order, None, k_order, None)
     ordered = (columns, *plan_of(FlashMask(columns, causal=False), 20), *orders)
-    out, lse = flash_attn_forward(q, k, v, None, *dense, True, 0.25, None, "torch", False)
+    out, lse = flash_attn_forward(q, k, v, None, *dense, None, True, 0.25, None, "torch", False, 0.0)
     narrow = (q, k.bfloat16(), v.bfloat16(), None)
     calls: list[Callable[[], Any]] = [
-        lambda: flash_attn_forward(*narrow, *dense, True, 0.25, None, "torch", False),
-        lambda: flash_attn_backward(out, None, out, lse, *narrow, *dense, True, 0.25, None, "torch", False),
-        lambda: flash_attn_decode(*narrow, mask.indices, True, 0.25, None, "torch", False),
-        lambda: flash_attn_sparse_forward(*narrow, *ordered, 0.25, None, "torch", False),
-        lambda: flash_attn_sparse_backward(out, out, lse, *narrow, *ordered, 0.25, None, "torch", False),
-        lambda: flash_attn_sparse_decode(*narrow, columns, *orders, 0.25, None, "torch", False),
+        lambda: flash_attn_forward(*narrow, *dense, None, True, 0.25, None, "torch", False, 0.0),
+        lambda: flash_attn_backward(out, None, out, lse, *narrow, *dense, None, True, 0.25, None, "torch", False, 0.0),
+        lambda: flash_attn_decode(*narrow, mask.indices, True, 0.25, None, "torch", False, 0.0),
+        lambda: flash_attn_sparse_forward(*narrow, *ordered, 0.25, None, "torch", False, 0.0),
+        lambda: flash_attn_sparse_backward(out, out, lse, *narrow, *ordered, 0.25, None, "torch", False, 0.0),
+        lambda: flash_attn_sparse_decode(*narrow, columns, *orders, 0.25, None, "torch", False, 0.0),
     ]
     with torch.autocast("cpu", torch.bfloat16):
         for call in calls:

@@ -236,7 +236,7 @@ def test_operators(lane: Lane, kept: bool) -> None:
     x = torch.randn(2, 4, 9, 8, device=lane.device)
     torch.library.opcheck(sparse_ops.nearest, (x, torch.randn(2, 8, 200 if kept else 3, device=lane.device)))
     given = operands(lane, kept)
-    settings = (0.25, None, lane.impl, False)
+    settings = (0.25, None, lane.impl, False, 0.0)
     torch.library.opcheck(sparse_ops.flash_attn_sparse_forward, (*given, *settings))
     out, lse, *ordered = sparse_ops.flash_attn_sparse_forward(*given, *settings)
     assert out.requires_grad
@@ -309,7 +309,7 @@ def test_kernels_that_put_rows_back_themselves(monkeypatch: pytest.MonkeyPatch, 
     given = operands(lane, kept=True)
     results = []
     for impl in (lane.impl, None):
-        out = sparse_ops.flash_attn_sparse_forward(*given, 0.25, None, impl, True)[0]
+        out = sparse_ops.flash_attn_sparse_forward(*given, 0.25, None, impl, True, 0.0)[0]
         results.append([out, *torch.autograd.grad(out.square().sum(), given[:4])])
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)

@@ -42,12 +42,15 @@ def forward(
     scale: float,
     softcap: float,
     config: Config | None = None,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse."""
-    problem = problem_of(q, k, v, mask.indices, sinks, mask.causal, Arguments(scale, softcap))
+    arguments, shard = Arguments(scale, softcap, dropout=dropout), seed is not None and len(seed) > 1
+    problem = problem_of(q, k, v, mask.indices, sinks, mask.causal, arguments, shard)
     with chosen(portable_forward, forward_config=config):
         run = portable_forward.prepare_forward(problem)
-    return run(q, k, v, sinks, mask.indices, plan)
+    return run(q, k, v, sinks, mask.indices, plan, seed)
 
 
 def backward(
@@ -63,13 +66,16 @@ def backward(
     softcap: float,
     by_keys: Config | None = None,
     by_queries: Config | None = None,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
 ) -> Gradients:
     """Return dq, dk, dv and delta."""
-    problem = problem_of(q, k, v, mask.indices, None, mask.causal, Arguments(scale, softcap))
+    arguments, shard = Arguments(scale, softcap, dropout=dropout), seed is not None and len(seed) > 1
+    problem = problem_of(q, k, v, mask.indices, None, mask.causal, arguments, shard)
     output = (layout_of(delta[0]), delta[1] is not None) if isinstance(delta, tuple) else None
     with chosen(portable_backward, keys_config=by_keys, queries_config=by_queries):
         run = portable_backward.prepare_backward(problem, layout_of(dout), output)
-    return run(dout, q, k, v, lse, delta, mask.indices, plan)
+    return run(dout, q, k, v, lse, delta, mask.indices, plan, seed)
 
 
 def decode(

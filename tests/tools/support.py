@@ -175,11 +175,14 @@ def run(
     impl: str | None,
     *,
     sinks: Tensor | None = None,
-    softcap: float | None = None,
+    **options: Any,
 ) -> dict[str, Tensor]:
-    """Return output, LSE and every gradient, for fixed random gradients of output and LSE."""
+    """Return output, LSE and every gradient, for fixed random gradients of output and LSE.
+
+    `options` are of `flashmask_attention`.
+    """
     leaves = {"dq": q, "dk": k, "dv": v} | ({"dsinks": sinks} if sinks is not None else {})
-    out, lse = flashmask_attention(q, k, v, mask, sinks=sinks, softcap=softcap, return_lse=True, impl=impl)
+    out, lse = flashmask_attention(q, k, v, mask, sinks=sinks, return_lse=True, impl=impl, **options)
     generator = torch.Generator().manual_seed(1)
     dout = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.device, out.dtype)
     dlse = torch.randn(lse.shape, generator=generator, dtype=torch.float64).to(out.device, lse.dtype)
@@ -196,12 +199,12 @@ def check(
     mask: FlashMask,
     *,
     sinks: Tensor | None = None,
-    softcap: float | None = None,
+    **options: Any,
 ) -> None:
     """Assert that output, LSE and every gradient of the lane's implementation are within the error budget."""
     with poisoned():
-        actual = run(q, k, v, mask, lane.impl, sinks=sinks, softcap=softcap)
-    assert_results(actual, *references(q, k, v, mask, sinks=sinks, softcap=softcap), q.dtype)
+        actual = run(q, k, v, mask, lane.impl, sinks=sinks, **options)
+    assert_results(actual, *references(q, k, v, mask, sinks=sinks, **options), q.dtype)
 
 
 def check_lse_of_rows_that_see_nothing(lane: Lane, inputs: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -282,12 +285,12 @@ def check_low_scores(lane: Lane, mask: FlashMask, q_len: int, dim: int) -> None:
 
 
 def references(
-    q: Tensor, k: Tensor, v: Tensor, mask: FlashMask, *, sinks: Tensor | None = None, softcap: float | None = None
+    q: Tensor, k: Tensor, v: Tensor, mask: FlashMask, *, sinks: Tensor | None = None, **options: Any
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the results of `run` for eager code: in the dtype of the inputs, and in float64."""
-    eager = run(q, k, v, mask, "reference", sinks=sinks, softcap=softcap)
+    eager = run(q, k, v, mask, "reference", sinks=sinks, **options)
     wide = [None if x is None else x.detach().double().requires_grad_() for x in (q, k, v, sinks)]
-    exact = run(wide[0], wide[1], wide[2], mask, "reference", sinks=wide[3], softcap=softcap)  # type: ignore[arg-type]
+    exact = run(wide[0], wide[1], wide[2], mask, "reference", sinks=wide[3], **options)  # type: ignore[arg-type]
     return eager, exact
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from flashmask_hf._call.arguments import Arguments
+from flashmask_hf.dropout import dropout_pattern
 from flashmask_hf.mask import FlashMask
 
 
@@ -16,6 +17,7 @@ def reference_attention(
     mask: FlashMask,
     sinks: Tensor | None,
     arguments: Arguments,
+    seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute attention with the dense mask in the dtype of q: differentiable, on any device, in quadratic memory.
 
@@ -25,7 +27,8 @@ def reference_attention(
         v: [B, Hkv, Skv, Dv].
         mask: heads 1, Hkv or Hq; query head h reads mask head h * Hm // Hq.
         sinks: [Hq] logits of one extra key per head that has no value, or None.
-        arguments: factor `scale` on q @ k^T, and `softcap`, c in c * tanh(scores / c) or None.
+        arguments: factor `scale` on q @ k^T, and `softcap`, c in c * tanh(scores / c) or None; `dropout`.
+        seed: `dropout_seed`; None without dropout.
 
     Returns:
         out [B, Hq, Sq, Dv] in q's dtype, and lse [B, Hq, Sq] float32 (float64 for float64 inputs), the natural log of
@@ -50,6 +53,9 @@ def reference_attention(
     else:
         lse = scores.logsumexp(-1)
     weights = torch.exp(scores - lse.unsqueeze(-1)).masked_fill(~visible, 0.0)
+    if seed is not None:
+        kept = dropout_pattern(arguments.dropout, seed, *weights.shape)
+        weights = torch.where(kept, weights / (1.0 - arguments.dropout), 0.0)
     # The fill stops upstream gradients of rows that see nothing: 0 times inf or NaN is NaN.
     blind = ~visible.any(-1)
     out = (weights.to(v.dtype) @ v).masked_fill(blind.unsqueeze(-1), 0.0)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from flashmask_hf._numbers import check_range
+from flashmask_hf.dropout import BLOCK, kept_blocks
 from flashmask_hf.intervals import hidden_intervals
 from flashmask_hf.kernels.launch.problem import Problem
 from flashmask_hf.kernels.launch.tensor_layout import results_like
@@ -47,17 +48,19 @@ def _without_autocast(compute: Callable[..., Any]) -> Callable[..., Any]:
 
 @_without_autocast
 def forward(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor, plan: Plan
-) -> tuple[Tensor, Tensor]:
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor, plan: Plan,
+    seed: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute attention over the tiles that the plan lists.
 
-    Tensors are as in `flashmask_attention`; `indices` and `plan` are of the mask.
+    Tensors are as in `flashmask_attention`; `indices` and `plan` are of the mask, and `seed` is dropout's.
 
     Returns:
         out [B, Hq, Sq, Dv] in q's dtype, stored as [B, Sq, Hq, Dv]; lse [B, Hq, Sq] float32 (float64 for float64 q).
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     out, lse = results_like(q, v)
+    kept_share = 1.0 - problem.arguments.dropout
     for b, h_q, h_kv, rows, steps in _walk(q, k, indices, problem.causal, plan):
         queries = _grouped(q[b, h_q, rows], h_kv).to(wide) * problem.scale
         top = queries.new_full((*queries.shape[:-1], 1), torch.finfo(wide).min)
@@ -73,6 +76,8 @@ def forward(
             weights = scores.sub_(new_top).exp_()
             decay = torch.exp(top - new_top)
             total = total * decay + weights.sum(-1, keepdim=True)
+            if seed is not None:
+                weights = torch.where(_kept(problem, seed, b, h_q, h_kv, rows, columns), weights / kept_share, 0.0)
             acc = torch.baddbmm(acc * decay, weights, v[b, h_kv, columns].to(wide))
             top = new_top
         any_seen = total != 0  # NaN stays NaN
@@ -139,6 +144,7 @@ def backward(
     delta: Tensor | tuple[Tensor, Tensor | None],
     indices: Tensor,
     plan: Plan,
+    seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the gradients of q, k and v from `dout`, the gradient of the output [B, Hq, Sq, Dv].
 
@@ -153,6 +159,7 @@ def backward(
         delta = row_delta(dout, *delta)
     dq = torch.empty_like(q)
     dk, dv = (torch.zeros_like(x, dtype=wide) for x in (k, v))
+    kept_share = 1.0 - problem.arguments.dropout
     blind = lse.isneginf()  # rows that see nothing
     lse = lse.masked_fill(blind, float("inf"))  # their weights become exp(-inf) = 0
     delta = delta.masked_fill(blind, 0.0)  # 0 times inf is NaN
@@ -171,8 +178,12 @@ def backward(
             keys, values = k[b, h_kv, columns].to(wide), v[b, h_kv, columns].to(wide)
             scores, slope = _scores(queries, keys, hidden, problem.softcap)
             weights = scores.sub_(tile_lse).exp_()
-            dv[b, h_kv, columns] += weights.transpose(-1, -2) @ upstream
-            dscores = (upstream @ values.transpose(-1, -2)).sub_(tile_delta).mul_(weights)
+            thinned, dweights = weights, upstream @ values.transpose(-1, -2)
+            if seed is not None:
+                kept = _kept(problem, seed, b, h_q, h_kv, rows, columns)
+                thinned, dweights = (torch.where(kept, x / kept_share, 0.0) for x in (weights, dweights))
+            dv[b, h_kv, columns] += thinned.transpose(-1, -2) @ upstream
+            dscores = dweights.sub_(tile_delta).mul_(weights)
             if slope is not None:
                 dscores *= slope
             acc.baddbmm_(dscores, keys)
@@ -206,6 +217,19 @@ def _grouped(x: Tensor, h_kv: slice) -> Tensor:
 
 def _ungrouped(x: Tensor, h_q: slice) -> Tensor:
     return x.reshape(h_q.stop - h_q.start, -1, x.shape[-1])
+
+
+def _kept(
+    problem: Problem, seed: Tensor, batch: int, h_q: slice, h_kv: slice, rows: slice, columns: slice | Tensor
+) -> Tensor:
+    """Return which pairs of a step dropout keeps, bool, grouped as the scores."""
+    heads, row_blocks = (
+        torch.arange(x.start, x.stop, size, device=seed.device) for x, size in ((h_q, 1), (rows, BLOCK))
+    )
+    if isinstance(columns, slice):
+        columns = torch.arange(columns.start, columns.stop, device=seed.device)
+    kept = kept_blocks(seed, problem.arguments.dropout, batch, heads, row_blocks // BLOCK, columns[::BLOCK] // BLOCK)
+    return _grouped(kept[:, : rows.stop - rows.start, : len(columns)], h_kv)
 
 
 def _scores(queries: Tensor, keys: Tensor, hidden: Tensor | None, softcap: float) -> tuple[Tensor, Tensor | None]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flashmask_hf._call.arguments import Arguments
+from flashmask_hf.dropout import threshold_of
 from flashmask_hf.kernels.launch.tensor_layout import Layout, layout_of
 from flashmask_hf.tile_plan import plan_shapes
 
@@ -31,6 +32,8 @@ class Problem(NamedTuple):
     """Whether there is a sink for each head."""
     arguments: Arguments
     """The options of the call."""
+    shard: bool = False
+    """Whether dropout's seed has the numbers of a shard's head and rows."""
 
     @property
     def scale(self) -> float:
@@ -42,6 +45,12 @@ class Problem(NamedTuple):
     def softcap(self) -> float:
         """C of c * tanh(scores / c); 0 is none."""
         return float(self.arguments.softcap or 0.0)
+
+    @property
+    def dropout(self) -> tuple[int, float] | None:
+        """Least word that keeps a pair (see `flashmask_hf.dropout`), and the share of kept pairs; None keeps all."""
+        p = self.arguments.dropout
+        return (threshold_of(p), 1.0 - p) if p else None
 
     @property
     def plan_shape(self) -> tuple[int, int, int, int]:
@@ -66,7 +75,8 @@ class Problem(NamedTuple):
 
 
 def problem_of(
-    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, sinks: Tensor | None, causal: bool, arguments: Arguments
-) -> Problem:
+    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, sinks: Tensor | None, causal: bool, arguments: Arguments,
+    shard: bool = False,
+) -> Problem:  # fmt: skip
     """Read the problem from the tensors and arguments of a call (see `Problem` for their shapes)."""
-    return Problem(layout_of(q), layout_of(k), layout_of(v), indices.shape, causal, sinks is not None, arguments)
+    return Problem(layout_of(q), layout_of(k), layout_of(v), indices.shape, causal, sinks is not None, arguments, shard)

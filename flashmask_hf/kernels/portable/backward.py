@@ -42,6 +42,7 @@ from flashmask_hf.kernels.shared.device import (
     softcap_tanh,
     store_tile,
 )
+from flashmask_hf.kernels.shared.dropout import head_dropout, kept_pairs, row_counters
 from flashmask_hf.kernels.shared.padding import padded_indices_of, prepare_padding
 from flashmask_hf.kernels.shared.row_statistics import (
     Delta,
@@ -102,11 +103,14 @@ def _load_statistic(x, row, BLOCK_M: tl.constexpr, TMA: tl.constexpr):
 
 @triton.jit
 def _accumulate_keys(
-    dk, dv, key_tile, head_inputs, row, lengths, factors,
+    dk, dv, key_tile, head_inputs, row, lengths, factors, dropout,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, N: tl.constexpr, CAP: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Add one row tile, from row `row` on, to dk [BN, D] (without the scale) and dv [BN, DV]."""
+    """Add one row tile, from row `row` on, to dk [BN, D] (without the scale) and dv [BN, DV].
+
+    With `dropout` (`HeadDropout`, share of kept pairs), both lack the division by the share.
+    """
     factor, cap_factor = factors
     keys, values = key_tile.k, key_tile.v
     queries = load_tile(head_inputs.q, row, BLOCK_M, keys.shape[1], TMA)  # [BM, D]
@@ -121,9 +125,17 @@ def _accumulate_keys(
         hidden = hidden_pairs(rows, columns, key_tile.intervals, lengths, CAUSAL, N)
         weights = tl.where(hidden, 0.0, weights)
     upstream = load_tile(head_inputs.dout, row, BLOCK_M, values.shape[1], TMA)  # [BM, DV]
-    dv = tl.dot(weights.to(upstream.dtype), upstream, dv, input_precision=PRECISION)
+    thinned = weights
+    if dropout is not None:
+        counters = row_counters(dropout[0], row, BLOCK_M)
+        kept = kept_pairs(dropout[0], counters, key_tile.column, keys.shape[0], True)
+        thinned = tl.where(kept, weights, 0.0)
+    dv = tl.dot(thinned.to(upstream.dtype), upstream, dv, input_precision=PRECISION)
     dscores = tl.dot(values, upstream.T, input_precision=PRECISION)  # [BN, BM]
     delta = _load_statistic(head_inputs.delta, row, BLOCK_M, TMA)
+    if dropout is not None:
+        dscores = tl.where(kept, dscores, 0.0)
+        delta *= dropout[1]
     dscores = weights * (dscores - delta[None, :])
     if CAP:
         dscores = dscores * (1.0 - scores * scores)
@@ -164,12 +176,12 @@ def _trimmed_range(segment, low, gap_first, gap_last, SUBROWS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["unsorted", "q_len", "padded_len", "kv_len", "n_kv", "n_columns"])
 def _backward_keys(
-    q, k, v, dout, lse, delta, indices, segments, work_order, dk, dv,
+    q, k, v, dout, lse, delta, indices, segments, work_order, dk, dv, seed,
     q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides,
-    heads, unsorted, q_len, padded_len, kv_len, n_kv, n_columns, dims, scale, factors,
+    heads, unsorted, q_len, padded_len, kv_len, n_kv, n_columns, dims, scale, factors, dropout,
     CAUSAL: tl.constexpr, N: tl.constexpr, CAP: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    SUBROWS: tl.constexpr, SUBTILES: tl.constexpr, VISIBLE: tl.constexpr, PARTIAL: tl.constexpr,
+    SUBROWS: tl.constexpr, SUBTILES: tl.constexpr, SHARD: tl.constexpr, VISIBLE: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv of one tile of keys. Other arguments are as in `shared.device`.
 
@@ -181,6 +193,7 @@ def _backward_keys(
         segments: of the plan, [mask batch, mask heads, n_kv, VISIBLE + PARTIAL, 2].
         work_order: key tiles of the programs from `unsorted` on, or None.
         dk, dv: written, [B, Hkv, Skv, D] and [B, Hkv, Skv, Dv].
+        seed: of dropout, int64 [1] or of a shard if SHARD; None without dropout.
     """
     n_heads, kv_heads, mask_batch, mask_heads = heads
     dim, v_dim = dims
@@ -213,6 +226,10 @@ def _backward_keys(
             _HeadStatistic(delta, plane, padded_len),
         )
 
+        of_head = None
+        if dropout is not None:
+            of_head = head_dropout(seed, dropout, batch, head, q_len, SHARD), dropout[1]
+
         # Steps number the row tiles of all ranges; jumps between the ranges turn a step into its row tile.
         ranges = segments + (mask * n_kv + tile // SUBTILES) * (VISIBLE + PARTIAL) * 2
         s0, e0 = tl.load(ranges) * SUBROWS, tl.load(ranges + 1) * SUBROWS
@@ -223,7 +240,7 @@ def _backward_keys(
         for step in tl.range(0, n1 + e2 - s2):
             row = (step + s0 + tl.where(step >= n0, s1 - e0, 0) + tl.where(step >= n1, s2 - e1, 0)) * BLOCK_M
             dkeys, dvalues = _accumulate_keys(
-                dkeys, dvalues, key_tile, head_inputs, row, lengths, factors,
+                dkeys, dvalues, key_tile, head_inputs, row, lengths, factors, of_head,
                 False, CAUSAL, N, CAP, TMA, PRECISION, BLOCK_M,
             )  # fmt: skip
 
@@ -240,23 +257,27 @@ def _backward_keys(
             row = step + s0 + tl.where(step >= n0, s1 - e0, 0) + tl.where(step >= n1, s2 - e1, 0)
             row = (row + tl.where(step >= n2, s3 - e2, 0)) * BLOCK_M
             dkeys, dvalues = _accumulate_keys(
-                dkeys, dvalues, key_tile, head_inputs, row, lengths, factors,
+                dkeys, dvalues, key_tile, head_inputs, row, lengths, factors, of_head,
                 True, CAUSAL, N, CAP, TMA, PRECISION, BLOCK_M,
             )  # fmt: skip
 
+    if dropout is not None:
+        scale = scale / dropout[1]
+        dvalues = dvalues / dropout[1]
     store_tile(HeadRows(dk, dk_strides, batch, kv_head, kv_len, dim), dkeys * scale, column)
     store_tile(HeadRows(dv, dv_strides, batch, kv_head, kv_len, v_dim), dvalues, column)
 
 
 @triton.jit
 def _accumulate_queries(
-    dq, query_tile, k, v, indices, column, lengths, factors,
+    dq, query_tile, k, v, indices, column, lengths, factors, dropout,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, N: tl.constexpr, CAP: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Add one key tile, from key `column` on, to dq [BM, D] (without the scale).
 
-    `k` and `v` are `HeadRows`, `indices` points to the padded indices of the mask head.
+    `k` and `v` are `HeadRows`, `indices` points to the padded indices of the mask head. With `dropout` (`HeadDropout`,
+    `row_counters`), delta is times the share of kept pairs, and dq lacks the division by it.
     """
     factor, cap_factor = factors
     queries, upstream = query_tile.q, query_tile.dout
@@ -275,6 +296,8 @@ def _accumulate_queries(
         hidden = hidden_pairs(rows, columns, intervals, lengths, CAUSAL, N)
         weights = tl.where(hidden, 0.0, weights)
     dscores = tl.dot(upstream, values.T, input_precision=PRECISION)  # [BM, BN]
+    if dropout is not None:
+        dscores = tl.where(kept_pairs(dropout[0], dropout[1], column, BLOCK_N, False), dscores, 0.0)
     dscores = weights * (dscores - query_tile.delta[:, None])
     if CAP:
         dscores = dscores * (1.0 - scores * scores)
@@ -283,11 +306,12 @@ def _accumulate_queries(
 
 @triton.jit(do_not_specialize=["q_len", "padded_len", "kv_len", "n_q", "n_kv", "n_rows"])
 def _backward_queries(
-    q, k, v, dout, lse, delta, indices, tiles, counts, dq, q_strides, k_strides, v_strides, do_strides, dq_strides,
-    heads, q_len, padded_len, kv_len, n_q, n_kv, n_rows, dims, scale, factors,
+    q, k, v, dout, lse, delta, indices, tiles, counts, dq, seed,
+    q_strides, k_strides, v_strides, do_strides, dq_strides,
+    heads, q_len, padded_len, kv_len, n_q, n_kv, n_rows, dims, scale, factors, dropout,
     CAUSAL: tl.constexpr, N: tl.constexpr, CAP: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    SUBROWS: tl.constexpr, SUBTILES: tl.constexpr,
+    SUBROWS: tl.constexpr, SUBTILES: tl.constexpr, SHARD: tl.constexpr,
 ):  # fmt: skip
     """Compute dq of one row tile. Other arguments are as in `_backward_keys`.
 
@@ -310,6 +334,12 @@ def _backward_queries(
     plane = batch * heads[0] + head
     row_lse = _load_statistic(_HeadStatistic(lse, plane, padded_len), row, BLOCK_M, TMA)
     row_delta = _load_statistic(_HeadStatistic(delta, plane, padded_len), row, BLOCK_M, TMA)
+    tile_dropout = None
+    if dropout is not None:
+        of_head = head_dropout(seed, dropout, batch, head, q_len, SHARD)
+        tile_dropout = of_head, row_counters(of_head, row, BLOCK_M)
+        row_delta *= dropout[1]
+        scale = scale / dropout[1]
     query_tile = _QueryTile(queries, upstream, row_lse, row_delta, row)
     dqueries = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     n_steps = tl.load(counts + plan_row * 2) * SUBTILES, tl.load(counts + plan_row * 2 + 1) * SUBTILES
@@ -318,7 +348,7 @@ def _backward_queries(
             listed = tiles + n_kv - 1 - step // SUBTILES if PARTIAL else tiles + step // SUBTILES
             column = (tl.load(listed).to(tl.int32) * SUBTILES + step % SUBTILES) * BLOCK_N
             dqueries = _accumulate_queries(
-                dqueries, query_tile, k, v, indices, column, lengths, factors,
+                dqueries, query_tile, k, v, indices, column, lengths, factors, tile_dropout,
                 PARTIAL == 1, CAUSAL, N, CAP, TMA, PRECISION, BLOCK_N,
             )  # fmt: skip
     dqueries = tl.where((row_lse == float("inf"))[:, None], 0.0, dqueries * scale)
@@ -332,7 +362,7 @@ def prepare_backward(problem: Problem, dout: Layout, output: OutputLayout | None
     delta as a tensor.
 
     Returns:
-        (dout, q, k, v, lse, delta, indices, plan) -> gradients, with lse [B, Hq, Sq] of the forward.
+        (dout, q, k, v, lse, delta, indices, plan[, seed]) -> gradients, with lse [B, Hq, Sq] of the forward.
     """
     q, k, v = problem.q, problem.k, problem.v
     batch, heads, q_len, dim = q.shape
@@ -375,6 +405,7 @@ def prepare_backward(problem: Problem, dout: Layout, output: OutputLayout | None
             "BLOCK_V": block_v,
             "SUBROWS": ROWS // rows,
             "SUBTILES": width // columns,
+            "SHARD": problem.shard,
             "num_warps": warps,
             "num_stages": stages,
         }
@@ -388,19 +419,20 @@ def prepare_backward(problem: Problem, dout: Layout, output: OutputLayout | None
         items,
         *input_strides, clean.strides, dk_layout.strides, dv_layout.strides,
         group_sizes, unsorted, q_len, padded_len, kv_len, n_kv, n_columns, (dim, v_dim), problem.scale, problem.factors,
-        VISIBLE=VISIBLE_SEGMENTS, PARTIAL=PARTIAL_SEGMENTS, **options(by_keys, clean),
+        problem.dropout, VISIBLE=VISIBLE_SEGMENTS, PARTIAL=PARTIAL_SEGMENTS, **options(by_keys, clean),
     )  # fmt: skip
     backward_queries = Launch(
         _backward_queries,
         n_rows * heads * batch,
         *input_strides, dout.strides, dq_layout.strides,
         group_sizes, q_len, padded_len, kv_len, n_q, n_kv, n_rows, (dim, v_dim), problem.scale, problem.factors,
-        **options(by_queries, dout),
+        problem.dropout, **options(by_queries, dout),
     )  # fmt: skip
 
     def run(
-        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Delta, indices: Tensor, plan: Plan
-    ) -> Gradients:
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Delta, indices: Tensor, plan: Plan,
+        seed: Tensor | None = None,
+    ) -> Gradients:  # fmt: skip
         dq, dk, dv, padded_lse, padded_delta = new_dq(), new_dk(), new_dv(), new_statistic(), new_statistic()
         indices = pad(indices)
         lse = lse.contiguous()
@@ -414,8 +446,8 @@ def prepare_backward(problem: Problem, dout: Layout, output: OutputLayout | None
             clean_dout = dout
             pad_statistics(lse, delta.contiguous(), padded_lse, padded_delta)
         work_order = None if make_work_order is None else make_work_order(plan.segments)
-        backward_keys(q, k, v, clean_dout, padded_lse, padded_delta, indices, plan.segments, work_order, dk, dv)
-        backward_queries(q, k, v, dout, padded_lse, padded_delta, indices, plan.tiles, plan.counts, dq)
+        backward_keys(q, k, v, clean_dout, padded_lse, padded_delta, indices, plan.segments, work_order, dk, dv, seed)
+        backward_queries(q, k, v, dout, padded_lse, padded_delta, indices, plan.tiles, plan.counts, dq, seed)
         return dq, dk, dv, padded_delta
 
     return run

@@ -153,7 +153,7 @@ def _decode(
             column = (block + nth * n_splits) * BLOCK_N
             acc, top, total = attend(
                 acc, top, total, queries, k, v, row_indices, row, column, (q_len, kv_len), factors,
-                True, False, CAUSAL, N, CAP, False, PRECISION, BLOCK_N,
+                None, True, False, CAUSAL, N, CAP, False, PRECISION, BLOCK_N,
             )  # fmt: skip
     tl.device_assert(worst < 2, "the mask's indices must lie in 0..q_len; FlashMask.validate(q_len) names the columns")
 

@@ -40,13 +40,14 @@ from flashmask_hf.kernels.shared.device import (
     softcap_tanh,
     store_tile,
 )
+from flashmask_hf.kernels.shared.dropout import head_dropout, kept_pairs, row_counters
 from flashmask_hf.kernels.shared.padding import padded_indices_of, prepare_padding
 from flashmask_hf.tile_plan import ROWS, Plan, plan_columns
 
 
 @triton.jit
 def attend(
-    acc, top, total, queries, k, v, indices, rows, column, lengths, factors,
+    acc, top, total, queries, k, v, indices, rows, column, lengths, factors, dropout,
     MASKED: tl.constexpr, PADDED: tl.constexpr, CAUSAL: tl.constexpr, N: tl.constexpr, CAP: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -59,6 +60,7 @@ def attend(
         queries: [BM, D], of query rows `rows` [BM].
         k, v: `HeadRows`.
         indices: pointer to the indices of the mask head, padded if PADDED; or a pointer per row, [BM, 1].
+        dropout: `HeadDropout` and `row_counters` of the rows, or None. acc lacks the division by the share of kept.
     """
     factor, cap_factor = factors
     keys = load_tile(k, column, BLOCK_N, queries.shape[1], TMA)  # [BN, D]
@@ -74,6 +76,8 @@ def attend(
     weights = tl.math.exp2(scores * factor - new_top[:, None])  # [BM, BN]
     decay = tl.math.exp2(top - new_top)
     total = total * decay + tl.sum(weights, 1)
+    if dropout is not None:
+        weights = tl.where(kept_pairs(dropout[0], dropout[1], column, BLOCK_N, False), weights, 0.0)
     values = load_tile(v, column, BLOCK_N, acc.shape[1], TMA)  # [BN, DV]
     acc = tl.dot(weights.to(values.dtype), values, acc * decay[:, None], input_precision=PRECISION)
     return acc, new_top, total
@@ -81,11 +85,11 @@ def attend(
 
 @triton.jit(do_not_specialize=["q_len", "kv_len", "n_q", "n_kv", "n_rows"])
 def _forward(
-    q, k, v, sinks, indices, tiles, counts, out, lse, q_strides, k_strides, v_strides, out_strides,
-    heads, q_len, kv_len, n_q, n_kv, n_rows, dims, factors,
+    q, k, v, sinks, indices, tiles, counts, out, lse, seed, q_strides, k_strides, v_strides, out_strides,
+    heads, q_len, kv_len, n_q, n_kv, n_rows, dims, factors, dropout,
     CAUSAL: tl.constexpr, N: tl.constexpr, SINKS: tl.constexpr, CAP: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    SUBROWS: tl.constexpr, SUBTILES: tl.constexpr,
+    SUBROWS: tl.constexpr, SUBTILES: tl.constexpr, SHARD: tl.constexpr,
 ):  # fmt: skip
     """Compute out and lse of one row tile. Other arguments are as in `shared.device`.
 
@@ -96,6 +100,7 @@ def _forward(
         tiles, counts: of the plan, [mask batch, mask heads, n_q, n_kv] and [mask batch, mask heads, n_q, 2].
         out: written, [B, Hq, Sq, Dv].
         lse: written, float32 [B, Hq, Sq].
+        seed: of dropout, int64 [1] or of a shard if SHARD; None without dropout.
     """
     dim, v_dim = dims
     tile, batch, head, kv_head, mask = locate_row_tile(n_rows, heads)
@@ -108,6 +113,10 @@ def _forward(
     v = HeadRows(v, v_strides, batch, kv_head, kv_len, v_dim)
 
     queries = load_tile(HeadRows(q, q_strides, batch, head, q_len, dim), row, BLOCK_M, BLOCK_D, TMA)  # [BM, D]
+    tile_dropout = None
+    if dropout is not None:
+        of_head = head_dropout(seed, dropout, batch, head, q_len, SHARD)
+        tile_dropout = of_head, row_counters(of_head, row, BLOCK_M)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     top = tl.full([BLOCK_M], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -123,11 +132,13 @@ def _forward(
             column = (tl.load(listed).to(tl.int32) * SUBTILES + step % SUBTILES) * BLOCK_N
             acc, top, total = attend(
                 acc, top, total, queries, k, v, indices, row + tl.arange(0, BLOCK_M), column, lengths, factors,
-                PARTIAL == 1, True, CAUSAL, N, CAP, TMA, PRECISION, BLOCK_N,
+                tile_dropout, PARTIAL == 1, True, CAUSAL, N, CAP, TMA, PRECISION, BLOCK_N,
             )  # fmt: skip
 
     any_seen = total != 0  # NaN stays NaN
     acc = acc / tl.where(any_seen, total, 1.0)[:, None]
+    if dropout is not None:
+        acc = acc / dropout[1]
     store_tile(HeadRows(out, out_strides, batch, head, q_len, v_dim), acc, row)
     rows = row + tl.arange(0, BLOCK_M)
     row_lse = tl.where(any_seen, (top + tl.math.log2(tl.where(any_seen, total, 1.0))) * LN_2, float("-inf"))
@@ -138,8 +149,8 @@ def prepare_forward(problem: Problem) -> Callable[..., tuple[Tensor, Tensor]]:
     """Prepare the forward for tensors of one layout.
 
     Returns:
-        (q, k, v, sinks, indices, plan) -> (out [B, Hq, Sq, Dv] like q, stored as [B, Sq, Hq, Dv]; lse [B, Hq, Sq]
-        float32).
+        (q, k, v, sinks, indices, plan[, seed]) -> (out [B, Hq, Sq, Dv] like q, stored as [B, Sq, Hq, Dv]; lse
+        [B, Hq, Sq] float32).
     """
     q, k, v = problem.q, problem.k, problem.v
     batch, heads, q_len, dim = q.shape
@@ -161,19 +172,19 @@ def prepare_forward(problem: Problem) -> Callable[..., tuple[Tensor, Tensor]]:
         n_rows * heads * batch,
         q.strides, k.strides, v.strides, out_layout.strides,
         (heads, kv_heads, mask_batch, mask_heads), q_len, kv_len, n_q, n_kv, n_rows, (dim, v_dim), problem.factors,
-        descriptors=tile_templates(*tiles) if tma else (),
+        problem.dropout, descriptors=tile_templates(*tiles) if tma else (),
         **problem.constants, SINKS=problem.sinks, TMA=tma, PRECISION=dot_precision(q),
         BLOCK_M=config.rows, BLOCK_N=config.columns, BLOCK_D=block_d, BLOCK_V=block_v,
-        SUBROWS=ROWS // config.rows, SUBTILES=width // config.columns,
+        SUBROWS=ROWS // config.rows, SUBTILES=width // config.columns, SHARD=problem.shard,
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
 
     def run(
-        q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor, plan: Plan
+        q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor, plan: Plan, seed: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         out, lse = new_out(), new_lse()
         sinks = None if sinks is None else sinks.contiguous()
-        attend(q, k, v, sinks, pad(indices), plan.tiles, plan.counts, out, lse)
+        attend(q, k, v, sinks, pad(indices), plan.tiles, plan.counts, out, lse, seed)
         return out, lse
 
     return run

@@ -426,7 +426,7 @@ def test_gradients_of_what_no_descriptor_fits(layout: str) -> None:
     mask = masks.causal_document([30, 40])
     results = []
     for q, k, v in (given, [x.contiguous() for x in given]):
-        settings = (mask.indices, *plan_of(mask, 70), True, 0.1, None, "hopper", True)
+        settings = (mask.indices, *plan_of(mask, 70), None, True, 0.1, None, "hopper", True, 0.0)
         out, lse = flash_attn_forward(q, k, v, None, *settings)
         results.append((out, *flash_attn_backward(out, None, out, lse, q, k, v, None, *settings)))
     for one, other in zip(*results, strict=True):
