@@ -21,6 +21,12 @@ def images_of(example: Mapping[str, Any]) -> list[Any]:
     return list(example.get("images") or []) if image is None else [image]
 
 
+def media_marks(processor: Any) -> dict[str, str]:
+    """Return the text that stands for a video, and for audio, in a processor's prompts."""
+    marks = {kind: getattr(processor, f"{kind}_token", None) for kind in ("video", "audio")}
+    return {kind: mark for kind, mark in marks.items() if mark not in (None, getattr(processor, "image_token", None))}
+
+
 def add_image_tokens(
     packed: dict[str, Tensor],
     ids: Tensor,

@@ -13,15 +13,16 @@ from torch import Tensor, nn
 from flashmask_hf.collators.columns import all_have, example_names
 from flashmask_hf.collators.documents import padded
 from flashmask_hf.collators.forest import Forest
-from flashmask_hf.collators.images import TOKEN_TYPES, images_of
+from flashmask_hf.collators.images import TOKEN_TYPES, images_of, media_marks
 from flashmask_hf.collators.packing import PackingCollator
 from flashmask_hf.collators.rope_index import RopeIndex
 from flashmask_hf.names import IGNORED
 
 _PIXELS = (
-    "pixel_values", "pixel_attention_mask", "image_grid_thw", "image_sizes", "image_position_ids", "batch_num_images",
-    "spatial_shapes", "target_sizes", "pixel_values_videos", "video_grid_thw", "video_position_ids",
-    "second_per_grid_ts", "video_second_per_grid", "target_sizes_videos",
+    "pixel_values", "pixel_values_images", "pixel_values_local", "high_res_pixel_values", "pixel_attention_mask",
+    "pixel_mask", "image_grid_thw", "image_grid_hw", "image_merge_sizes", "image_sizes", "image_position_ids",
+    "batch_num_images", "num_local_patches", "spatial_shapes", "target_sizes", "pixel_values_videos", "video_grid_thw",
+    "video_position_ids", "num_frames_per_video", "second_per_grid_ts", "video_second_per_grid", "target_sizes_videos",
 )  # fmt: skip
 """Keys with an entry per image, tile, patch or video."""
 
@@ -149,6 +150,7 @@ class DataCollatorForPackedVisionLanguageModeling(PackingCollator):
                 )
         if not document.pop("attention_mask", torch.ones(())).all():
             raise ValueError(padded(name))
+        _check_media(self.processor, document, name)
         _check_images(self.processor, document, name)
         if self.rope_index is not None:
             document[_AXES] = self.rope_index(document)[:, 0]
@@ -170,6 +172,16 @@ class DataCollatorForPackedVisionLanguageModeling(PackingCollator):
 def _forest(documents: Sequence[Document]) -> Forest:
     ids = [document["input_ids"][0].numpy() for document in documents]
     return Forest.from_documents(np.concatenate(ids), np.array([len(own) for own in ids]))
+
+
+def _check_media(processor: Any, document: Document, name: str) -> None:
+    """Raise a ValueError if a document has tokens for a video or for audio, and no inputs of either."""
+    for kind, mark in media_marks(processor).items():
+        token = processor.tokenizer.convert_tokens_to_ids(mark)
+        is_token = token not in (None, processor.tokenizer.unk_token_id)
+        if is_token and (document["input_ids"] == token).any() and not any(kind in key for key in document):
+            problem = f"{name} has {mark}, but its inputs have no {kind}, which TRL's collator does not read"
+            raise ValueError(f"{problem}. Remove it, or pass a collator that does.")
 
 
 def _check_images(processor: Any, document: Document, name: str) -> None:

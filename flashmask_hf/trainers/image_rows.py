@@ -16,7 +16,7 @@ from trl.data_utils import apply_chat_template, is_conversational, prepare_multi
 
 from flashmask_hf.collators.bins import best_fit_decreasing
 from flashmask_hf.collators.dataset import refuse_transform
-from flashmask_hf.collators.images import images_of
+from flashmask_hf.collators.images import images_of, media_marks
 from flashmask_hf.collators.packing import as_count
 
 EXAMPLES = "examples"
@@ -53,6 +53,7 @@ class ExampleLengths:
                 f"{type(self._processor).__name__} has no image_token, so lengths are unknown; set dataset_kwargs="
                 "{'skip_prepare_dataset': True}, and a row is one batch of examples"
             )
+        self._media = media_marks(self._processor)
         self._counts: dict[tuple[int, int, bool], int] = {}
         # LLaVA-OneVision cuts an image into tiles only where it is alone, so it returns numbers of images.
         reads = getattr(getattr(self._processor, "image_processor", None), "model_input_names", ())
@@ -64,6 +65,9 @@ class ExampleLengths:
     def __call__(self, example: Mapping[str, Any]) -> tuple[int, int]:
         """Return the numbers of tokens and of image tokens of an example."""
         texts, images = self._read(example)
+        for kind, mark in self._media.items():
+            if any(mark in text for text in texts):
+                raise ValueError(f"an example has {kind} ({mark}), which TRL's collator does not read; remove it")
         is_alone = len(images) == 1 or not self._needs_images
         counts = [self._count(*_size_of(image), is_alone) for image in images]
         replaced = self._text_tokens([self._mark] * sum(text.count(self._mark) for text in texts))
@@ -165,7 +169,7 @@ def pack_examples(
     Raises:
         TypeError: `max_image_tokens` is not an integer.
         ValueError: it is less than 1, the dataset has a transform, the processor has no `image_token`, or an example is
-            empty or longer than a row.
+            empty or longer than a row, or has video or audio.
     """
     refuse_transform(dataset, f"the {name} dataset")
     limit = as_count("max_image_tokens", max_image_tokens) or max_length

@@ -84,7 +84,7 @@ _DETR = dict(
         out_features=["stage2", "stage3", "stage4"],
     ),
 )
-_NEMOTRON_H = dict(
+NEMOTRON_H = dict(
     layers_block_type=["linear_attention", "full_attention"], mamba_num_heads=4, mamba_head_dim=16, n_groups=1
 )
 _INDEXER = dict(indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=8, indexer_budget=4, indexer_compress_ratio=2)
@@ -132,8 +132,8 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "mistral4": dict(rope_parameters=dict(partial_rotary_factor=1.0)),
     "mixtral": dict(sliding_window=6),
     "mobilebert": dict(true_hidden_size=32, embedding_size=32, intra_bottleneck_size=32),
-    "nemo_speechlm": dict(text_config=_NEMOTRON_H),
-    "nemotron_h": _NEMOTRON_H,
+    "nemo_speechlm": dict(text_config=NEMOTRON_H),
+    "nemotron_h": NEMOTRON_H,
     "neomme": dict(head_dim=16),
     "paddleocr_vl_text": _AXES,
     "perceiver": dict(num_latents=8, d_latents=32, num_blocks=1, num_self_attends_per_block=1),
@@ -234,7 +234,7 @@ def shrunk(fields: dict[str, Any]) -> dict[str, Any]:
     for name, value in fields.items():
         if name in _DERIVED:
             continue
-        if isinstance(value, dict) and name not in ("id2label", "label2id"):
+        if isinstance(value, dict) and all(isinstance(key, str) for key in value) and name != "label2id":
             value = shrunk(value)
         elif name == "mrope_section":
             value = [2, 1, 1]
@@ -274,12 +274,13 @@ def config_of(family: str, **changes: Any) -> Any:
     fields = shrunk(config_class().to_dict())
     for name in ("model_type", "layer_type_validation"):
         fields.pop(name, None)
-    for name, value in (_FAMILIES.get(family, {}) | changes).items():
-        if isinstance(value, dict) and isinstance(fields.get(name), dict):
-            fields[name] = {**fields[name], **value}
-        else:
-            fields[name] = value
-    return config_class(**fields)
+    return config_class(**_merged(fields, _FAMILIES.get(family, {}) | changes))
+
+
+def _merged(fields: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Return fields of a config with changes, also in the configs inside of it."""
+    nested = [name for name, value in changes.items() if isinstance(value, dict) and isinstance(fields.get(name), dict)]
+    return {**fields, **changes, **{name: _merged(fields[name], changes[name]) for name in nested}}
 
 
 _AUTO: dict[str, Any] = {
@@ -350,6 +351,7 @@ def first_sentence(error: BaseException) -> str:
     text = " ".join(str(error).split())
     text = re.sub(r"(torch[.]Size)?[\[(]+\d+(, \d+)*[\])]+", "[...]", text)
     text = re.sub(r"\bsliding_window=\d+", "sliding_window", text)
+    text = re.sub(r"gives the model \w+", "gives the model an input", text)
     text = re.sub(r"^models of type '\w+'", "models of this type", text)
     text = re.sub(r"^[A-Z]\w+ (has (attention|recurrent)|reads no document|embeds positions)", r"the model \1", text)
     return f"{type(error).__name__}: {re.split(r'; |[.] (?=[A-Z])', text)[0].rstrip('.')}"

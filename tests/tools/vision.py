@@ -256,7 +256,8 @@ _TEMPLATE = """{% for message in messages %}{{ message['role'] + ' ' }}\
 {% if message['role'] == 'assistant' %}{% generation %}\
 {% for part in message['content'] %}{{ part['text'] + ' ' }}{% endfor %}{{ '<eos>' }}{% endgeneration %}\
 {% else %}{% for part in message['content'] %}\
-{{ 'PLACEHOLDER' if part['type'] == 'image' else part['text'] + ' ' }}{% endfor %}{{ '<end_of_utterance>' }}\
+{{ 'PLACEHOLDER' if part['type'] == 'image' else '<video>' if part['type'] == 'video' else part['text'] + ' ' }}\
+{% endfor %}{{ '<end_of_utterance>' }}\
 {% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'assistant ' }}{% endif %}"""
 
 _rng = np.random.default_rng(0)
@@ -367,8 +368,8 @@ def document(kind: str, images: Sequence[tuple[int, ...]], tail: int, first: int
 
     Args:
         kind: one of `KINDS`.
-        images: for each image, its height and width in cells of 8 x 8 pixels; for Qwen, (frames / 2, height, width) is
-            a video. A word is between images.
+        images: for each image, its height and width in cells of 8 x 8 pixels; (frames / 2, height, width) is a video of
+            Qwen, (frames, 1, 1) of Gemma 4. A word is between images.
         tail: number of words after the last image; with PaliGemma, the suffix.
         first: number of words before the first image; 0 lets the document begin with the image.
 
@@ -381,9 +382,12 @@ def document(kind: str, images: Sequence[tuple[int, ...]], tail: int, first: int
         [size for size in images if len(size) == 3],
         [picture(*size) for size in images if len(size) == 2],
     )
-    frames = 0 if kind == "qwen2_5_vl" else 1  # Qwen3 has text between the frames of a video
+    frames = 0 if kind == "qwen2_5_vl" else 1  # others have text between the frames of a video
+    frame, each = ("<|video|>", 4) if kind == "gemma4" else ("<video>", 1)
     marks = [
-        placeholder(kind) if len(size) == 2 else " w9 ".join(["<video>" * math.prod(size[frames:])] * size[0] ** frames)
+        placeholder(kind)
+        if len(size) == 2
+        else " w9 ".join([frame * each * math.prod(size[frames:])] * size[0] ** frames)
         for size in images
     ]
     text = words(first) + words(1).join(marks)
@@ -396,7 +400,14 @@ def document(kind: str, images: Sequence[tuple[int, ...]], tail: int, first: int
     elif videos or kind == "paligemma":  # without torchvision the processors take no videos; PaliGemma's needs images
         assert not pictures, "a document has images or videos"
         batch = processor.tokenizer(text + words(tail), return_tensors="pt")
-        if videos:
+        if kind == "gemma4":
+            count = sum(size[0] for size in videos)
+            cells = torch.tensor([(x, y) for y in range(4) for x in range(4)])
+            batch["mm_token_type_ids"] = (batch["input_ids"] == SPECIAL["<|video|>"]).long() * 2
+            batch["pixel_values_videos"] = torch.from_numpy(_rng.random((count, 16, 48)))
+            batch["video_position_ids"] = cells.expand(count, 16, 2)
+            batch["num_frames_per_video"] = torch.tensor([size[0] for size in videos])
+        elif videos:
             batch["mm_token_type_ids"] = (batch["input_ids"] == VIDEO).long() * 2
             batch["video_grid_thw"] = torch.tensor([(t, 2 * h, 2 * w) for t, h, w in videos])
             patches = int(batch["video_grid_thw"].prod(-1).sum())
@@ -408,7 +419,7 @@ def document(kind: str, images: Sequence[tuple[int, ...]], tail: int, first: int
             images=pictures or None, text=text + words(tail), return_tensors="pt", add_special_tokens=False
         )
     ids = batch["input_ids"]
-    labels = ids.masked_fill((ids == IMAGE) | (ids == VIDEO), -100)
+    labels = ids.masked_fill((ids == IMAGE) | (ids == VIDEO) | (ids == SPECIAL["<|video|>"]), -100)
     labels[0, 0] = -100
     if kind == "paligemma":
         labels[batch["token_type_ids"] == 0] = -100

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import ParallelismConfig
-from datasets import Dataset
+from datasets import Dataset, concatenate_datasets
 from peft import LoraConfig
 from tools.model_pairs import BOUND
 from tools.processes import run_cases
@@ -25,6 +25,10 @@ from flashmask_hf.trainers.towers import run_tower_in_every_call
 pytestmark = TRAINER_WARNINGS
 
 DATA: Any = conversations(1, 0, 2, 1, 0, 2, 0, 1)
+
+_TURNS = [("user", [{"type": "video", "text": None}]), ("assistant", [{"type": "text", "text": "w7"}])]
+FILM = Dataset.from_list([{"images": [], "messages": [{"role": x, "content": y} for x, y in _TURNS]}], DATA.features)
+"""A conversation with a video."""
 
 GIVEN = ("data_collator", "eval_dataset", "formatting_func", "max_image_tokens", "peft_config", "split")
 """Arguments of the trainer; other options are of its config."""
@@ -219,6 +223,10 @@ WRONG: dict[str, Any] = {
     "video": (
         {"data": Dataset.from_list([{"video": "a", "images": DATA[0]["images"], "text": "w5"}])},
         "has images, video or audio in its column 'video', but this trainer packs text and images",
+    ),
+    "video in messages": (
+        {"data": concatenate_datasets([DATA, FILM])},
+        r"an example has video \(<video>\), which TRL's collator does not read; remove it",
     ),
     "tools": (
         {"data": DATA.add_column("tools", [["a"]] * 8)},
