@@ -34,7 +34,7 @@ LAYERS: Layers = (
     ("long_rows",),
     ("collators", "hf"),
     ("sharing",),
-    ("trainers",),
+    ("trainers", "integrations"),
     ("__init__",),
     ("diagnosis",),
     ("recipes",),

@@ -5,6 +5,7 @@ Other attention implementations ignore unknown keywords, and run this package's 
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -109,6 +110,25 @@ def _takes_no_flash_mask(call: Call) -> Verdict:
 @rule(CHECKS, "context parallelism of torch or accelerate", ours=True, error=NotImplementedError)
 def _is_not_split_by_torch(call: Call) -> Verdict:
     return not is_split_by_torch(), SPLIT_BY_TORCH.format(call.implementation)
+
+
+@rule(CHECKS, "sequence parallelism of verl or ms-swift", ours=True)
+def _is_not_split_by_a_program(call: Call) -> Verdict | None:
+    program = _find_splitting_program()
+    return None if program is None else False, (
+        f"{program} splits rows over ranks and exchanges tokens inside FlashAttention alone: {call.implementation!r} "
+        "would attend within a shard. Set its sequence parallel size to 1."
+    )
+
+
+@torch.compiler.assume_constant_result
+def _find_splitting_program() -> str | None:
+    """Return the name of an imported program whose sequence parallelism is on in this process, or None."""
+    verl = sys.modules.get("verl.utils.ulysses")
+    swift = sys.modules.get("swift.sequence_parallel.sequence_parallel")
+    if verl is not None and verl.get_ulysses_sequence_parallel_world_size() > 1:
+        return "verl"
+    return "ms-swift" if swift is not None and (swift.sequence_parallel.world_size or 1) > 1 else None
 
 
 @rule(CHECKS, "one process that sees several GPUs, so that Trainer takes `DataParallel`", VECTORS)
