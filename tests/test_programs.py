@@ -3,7 +3,9 @@
 The programs are no dependencies of this package: tests of programs that are not installed are skipped.
 """
 
+import importlib
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +13,10 @@ import pytest
 import torch
 from tools.tiny import llama_config, word_tokenizer
 from transformers import AutoModelForCausalLM, BertConfig, BertModel
+
+import flashmask_hf
+from flashmask_hf import integrations
+from flashmask_hf.sharing import _pack
 
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore")]
 
@@ -91,22 +97,57 @@ def test_setfit_takes_a_body_and_drops_model_kwargs(encoder):
     assert attention_of(loaded.model_body) == "sdpa"
 
 
-def test_lm_eval_scores_the_same(tmp_path):
-    huggingface = pytest.importorskip("lm_eval.models.huggingface")
-    instances = pytest.importorskip("lm_eval.api.instance")
+@pytest.fixture
+def causal(tmp_path):
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(llama_config(initializer_range=0.3)).save_pretrained(tmp_path)
     word_tokenizer().save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def test_rerankers_share_the_query(causal):
+    """Scores and gradients of one query's documents."""
+    library, modules = pytest.importorskip("sentence_transformers"), module("sentence_transformers.base.modules")
+    logit_score = module("sentence_transformers.cross_encoder.modules").LogitScore
+    pairs = [("w10 w11 w12 w13 w14 w15 w16", text) for text in (*TEXTS, *TEXTS)]
+    scores, gradients = [], []
+    _pack.cache_clear()
+    for attention in ("flashmask", "eager"):
+        options = {"attn_implementation": attention}
+        part = modules.Transformer(causal, transformer_task="text-generation", model_kwargs=options)
+        reranker = library.CrossEncoder(modules=[part, logit_score(20, 21)], device="cpu")
+        if attention == "flashmask":
+            flashmask_hf.share_prefixes(reranker[0].model)
+        scores.append(torch.from_numpy(reranker.predict(pairs)))
+        reranker.train()(reranker.preprocess(pairs))["scores"].square().sum().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in reranker.parameters()]))
+    assert _pack.cache_info().misses
+    torch.testing.assert_close(*scores, rtol=1e-5, atol=1e-6)
+    assert (gradients[0] - gradients[1]).norm() < 4e-6 * gradients[1].norm()
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_lm_eval_scores_the_same(causal, share):
+    """Shared are the contexts of multiple choices."""
+    huggingface = pytest.importorskip("lm_eval.models.huggingface")
+    instances = pytest.importorskip("lm_eval.api.instance")
+    choices = [" w20 w21", " w22", " w20 w23 w24"]
     requests = [
-        instances.Instance("loglikelihood", {}, (context, " w20 w21"), number) for number, context in enumerate(TEXTS)
+        instances.Instance("loglikelihood", {}, (context, choice), number)
+        for number, context in enumerate(TEXTS)
+        for choice in choices
     ]
     scores = []
+    _pack.cache_clear()
     for attention in ("flashmask", "eager"):
-        model = huggingface.HFLM(str(tmp_path), attn_implementation=attention, device="cpu", batch_size=3)
+        model = huggingface.HFLM(causal, attn_implementation=attention, device="cpu", batch_size=9)
         assert model.model.config._attn_implementation == attention
+        if share and attention == "flashmask":
+            flashmask_hf.share_prefixes(model.model)
         scores.append(torch.tensor([score for score, _ in model.loglikelihood(requests)]))
+    assert bool(_pack.cache_info().misses) == share
     torch.testing.assert_close(*scores, rtol=1e-5, atol=1e-5)
-    assert len(set(scores[0].tolist())) == 3
+    assert len(set(scores[0].tolist())) == len(requests)
 
 
 def test_torchtitan_packs_documents(monkeypatch):
@@ -126,17 +167,18 @@ def test_torchtitan_packs_documents(monkeypatch):
 
 
 def test_axolotl_takes_the_plugin_and_packs_with_it(monkeypatch):
-    config = module("axolotl.utils.schemas.config")
+    config, base = module("axolotl.utils.schemas.config"), module("axolotl.integrations.base")
     for name in ("CANONICAL_ATTN_IMPLS", "ATTN_IMPLS_SUPPORTING_PACKING"):  # put back what the plugin adds to
         monkeypatch.setattr(config, name, getattr(config, name))
     validate = config.AxolotlInputConfig.validate_attn_implementation
     with pytest.raises(ValueError, match="not a recognized backend"):
         validate("flashmask")
-    held = {}
-    exec(script("axolotl"), held)
-    held["FlashMask"]().register({})
+    plugin = base.load_plugin("flashmask_hf.integrations.axolotl_plugin.FlashMaskPlugin")
+    plugin.register({"attn_implementation": "flashmask", "context_parallel_size": 1})
     parsed = config.AxolotlInputConfig.model_construct(attn_implementation=validate("flashmask"))
     assert parsed.attn_supports_packing
+    with pytest.raises(ValueError, match="context_parallel_size must be 1 with attention 'flashmask', got 2"):
+        plugin.register({"attn_implementation": "flashmask", "context_parallel_size": 2})
 
 
 def test_llama_factory_packs_documents(monkeypatch):
@@ -159,37 +201,71 @@ def test_llama_factory_packs_documents(monkeypatch):
     assert_as_alone(model(**collate([row]), use_cache=False).logits, model)
 
 
-def test_ms_swift_takes_the_name_but_not_packing():
+def test_ms_swift_takes_the_name_and_packing_with_the_plugin(monkeypatch):
     attention, arguments = module("swift.model.utils").AttnImpl, module("swift.arguments").SftArguments
+    ranks = module("swift.sequence_parallel.sequence_parallel").sequence_parallel
+    for name in ("_check_padding_free", "get_model_processor"):  # put back what the plugin replaces
+        monkeypatch.setattr(arguments, name, getattr(arguments, name))
     config = llama_config()
     attention.update_attn_impl(config, "flashmask")
     assert config._attn_implementation == "flashmask"
+    given = dict(packing=True, padding_free=False, attn_impl="flashmask", sequence_parallel_size=1)
     with pytest.raises(ValueError, match='"packing" feature requires a flash attention implementation'):
-        arguments._check_padding_free(SimpleNamespace(packing=True, padding_free=False, attn_impl="flashmask"))
+        arguments._check_padding_free(SimpleNamespace(**given))
+    module("swift.utils.utils").import_external_file(integrations.__path__[0] + "/swift_plugin.py")
+    found = SimpleNamespace(**given)
+    arguments._check_padding_free(found)
+    assert found.padding_free
+    assert found.attn_impl == "flashmask"
+    with pytest.raises(ValueError, match="sequence_parallel_size must be 1"):
+        arguments._check_padding_free(SimpleNamespace(**given | {"sequence_parallel_size": 2}))
+    model = AutoModelForCausalLM.from_config(config)
+    model(DOCUMENTS[0][None])
+    monkeypatch.setattr(ranks, "world_size", 2)
+    with pytest.raises(ValueError, match="ms-swift splits rows over ranks"):
+        model(DOCUMENTS[0][None])
 
 
-def test_verl_packs_documents(tmp_path, monkeypatch):
+@pytest.mark.parametrize("share", [False, True])
+def test_verl_packs_documents(tmp_path, monkeypatch, share):
     """The row of its FSDP engine, whose mesh is of CPUs here."""
+    monkey_patch = module("verl.models.transformers.monkey_patch")
     engines, configs = module("verl.workers.engine.fsdp.transformer_impl"), module("verl.workers.config")
     tensordict, settings = module("tensordict"), module("verl.utils.tensordict_utils")
+    monkeypatch.setattr(monkey_patch, "is_trl_available", lambda: False)  # it takes an older one for granted
+    stock = monkey_patch.apply_monkey_patch
+    monkeypatch.setattr(monkey_patch, "apply_monkey_patch", getattr(stock, "__wrapped__", stock))
+    monkeypatch.delitem(sys.modules, "flashmask_hf.integrations.verl_plugin", raising=False)
+    importlib.import_module("flashmask_hf.integrations.verl_plugin")  # as `import verl` does, before its engines
+    monkeypatch.setattr(engines, "apply_monkey_patch", monkey_patch.apply_monkey_patch)
     AutoModelForCausalLM.from_config(llama_config(initializer_range=0.3)).save_pretrained(tmp_path)
     word_tokenizer().save_pretrained(tmp_path)
     mesh = torch.distributed.device_mesh.init_device_mesh
     monkeypatch.setattr(engines, "create_device_mesh", lambda **_: mesh("cpu", (1,)))
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
     try:
-        name = {"attn_implementation": "flashmask"}
-        model_config = configs.HFModelConfig(path=str(tmp_path), external_lib="flashmask_hf", override_config=name)
+        options = {"attn_implementation": "flashmask", "flashmask_share_prefixes": share}
+        model_config = configs.HFModelConfig(path=str(tmp_path), override_config=options)
         engine_config = configs.FSDPEngineConfig(use_torch_compile=False, model_dtype="fp32")
         engine = engines.FSDPEngineWithLMHead(model_config, engine_config, None, None)
         engine.module = engine._build_module().eval()
     finally:
         torch.distributed.destroy_process_group()
     assert engine.module.config._attn_implementation == "flashmask"
-    columns = {"input_ids": DOCUMENTS, "position_ids": POSITIONS, "loss_mask": POSITIONS}
+    documents = [*DOCUMENTS, DOCUMENTS[0], torch.cat([DOCUMENTS[0], DOCUMENTS[1]])]
+    columns = {"input_ids": documents, "position_ids": [torch.arange(len(x)) for x in documents]}
+    columns["loss_mask"] = columns["position_ids"]
     rows = {name: torch.nested.as_nested_tensor(column, layout=torch.jagged) for name, column in columns.items()}
-    batch = tensordict.TensorDict(rows, batch_size=[len(DOCUMENTS)])
+    batch = tensordict.TensorDict(rows, batch_size=[len(documents)])
     settings.assign_non_tensor(batch, temperature=1.0, use_remove_padding=True, use_fused_kernels=False)
     inputs, _ = engine.prepare_model_inputs(batch)
     assert inputs["attention_mask"] is None
-    assert_as_alone(engine.module(**inputs, use_cache=False).logits, engine.module)
+    _pack.cache_clear()
+    logits = engine.module(**inputs, use_cache=False).logits
+    assert _pack.cache_info().misses == share
+    assert_as_alone(logits, engine.module)
+    alone = engine.module(input_ids=documents[4][None], use_cache=False).logits
+    torch.testing.assert_close(logits[:, -len(documents[4]) :], alone, rtol=1e-4, atol=1e-5)
+    monkeypatch.setattr(module("verl.utils.ulysses"), "get_ulysses_sequence_parallel_world_size", lambda: 2)
+    with pytest.raises(ValueError, match="verl splits rows over ranks"):
+        engine.module(**inputs, use_cache=False)
