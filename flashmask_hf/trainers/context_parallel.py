@@ -20,7 +20,7 @@ from torch import Tensor
 from flashmask_hf.hf.checks.recurrent import is_guarded
 from flashmask_hf.hf.models import unwrap_peft
 from flashmask_hf.mask import FlashMask
-from flashmask_hf.names import FLASHMASK, VECTORS
+from flashmask_hf.names import EXAMPLE_TOKENS, FLASHMASK, VECTORS
 from flashmask_hf.parallel.rows import split_rows
 from flashmask_hf.parallel.split import make_split, refuse_rope_by_length, run_split
 from flashmask_hf.tile_plan import ROWS
@@ -178,7 +178,8 @@ class ContextParallelMixin:
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         mask = FlashMask(inputs[VECTORS], causal=inputs[VECTORS].shape[-1] < 4)
         split = make_split(self._cp_group, split_rows(mask, self._cp_size, heads, kv_heads), inputs["position_ids"])
-        return functools.partial(run_split, split), split.shard(inputs)
+        counts = {EXAMPLE_TOKENS: inputs.pop(EXAMPLE_TOKENS)} if EXAMPLE_TOKENS in inputs else {}
+        return functools.partial(run_split, split), split.shard(inputs) | counts
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         """Return the loss of whole rows on every rank. See `Trainer`."""

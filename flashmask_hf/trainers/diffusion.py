@@ -72,8 +72,8 @@ class PackedDiffusionTrainer(PackedSFTTrainer):
             )
         if args is not None:
             _refuse_options(args)
-        for name in ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics"):
-            if kwargs.get(name) is not None:
+        for name in ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics", "share_prefixes"):
+            if kwargs.get(name):
                 raise ValueError(f"{name} is not supported: this trainer computes its loss from noised tokens' logits")
         if not isinstance(model, str):
             _check_attention(model)

@@ -18,7 +18,7 @@ from flashmask_hf.collators.dataset import first_row, pack_dataset, unformatted,
 from flashmask_hf.collators.labels import MASK_COLUMNS
 from flashmask_hf.collators.language_modeling import DataCollatorForPackedLanguageModeling
 from flashmask_hf.hf.packed.rows import check_compiled, check_layers, drop_padding_from_router_logits
-from flashmask_hf.names import FLASHMASK, VECTORS
+from flashmask_hf.names import EXAMPLE_TOKENS, FLASHMASK, LABEL_WEIGHTS, VECTORS
 from flashmask_hf.trainers.callbacks import add_callbacks
 from flashmask_hf.trainers.context_parallel import ContextParallelMixin, check_context_parallel, pad_for_parts
 from flashmask_hf.trainers.data_checks import check_prepared, text_datasets, without_media
@@ -27,9 +27,9 @@ from flashmask_hf.trainers.loading import correct_gathers, flashmask_policy
 from flashmask_hf.trainers.metrics import log_sparsity
 from flashmask_hf.trainers.option_checks import checked_collator, prepared_arguments
 from flashmask_hf.trainers.resume import ResumeMixin
-from flashmask_hf.trainers.sft_data import check_columns, check_completions, packing_report
+from flashmask_hf.trainers.sft_data import check_columns, check_completions, check_sharing, packing_report
 from flashmask_hf.trainers.sft_images import ImagesMixin, check_image_options, packs_images
-from flashmask_hf.trainers.weighing import WeighingMixin, label_count, without_labels
+from flashmask_hf.trainers.weighing import WeighingMixin, check_weighing, label_count, without_labels
 
 _COMPUTES = ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics")
 """Arguments of the trainer that take logits or losses."""
@@ -61,21 +61,25 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
 
     > Logs
 
-    - `num_tokens`, `tokens_per_second`: of all ranks, without padding.
-    - `keys_per_token`: mean number of a token's visible keys, before any sliding window.
+    - `num_tokens`, `tokens_per_second`: of the examples of all ranks, without padding.
+    - `keys_per_token`: mean number of a computed token's visible keys, before any sliding window.
+    - `shared_tokens_saved`: fraction of the examples' tokens that shared prefixes save.
     - `mask_sparsity`: fraction of skipped tiles in one batch of this rank, at logging steps and in evaluation.
     - `eval_loss`, `eval_entropy`, `eval_mean_token_accuracy`: exact means over learned tokens of all ranks.
 
     Args:
         model: as in `trl.SFTTrainer`, like all arguments not listed.
-        args: a `trl.SFTConfig`, or None for its defaults. `max_length` is the length of a row. `truncation_mode`
-            decides about longer examples: "keep_start" (TRL's default) and "keep_end" cut, "error" and None raise.
+        args: a `trl.SFTConfig`, or None for its defaults. `truncation_mode` decides about examples longer than
+            `max_length`: "keep_start" (TRL's default) and "keep_end" cut, "error" and None raise.
         data_collator: None, a `DataCollatorForPackedLanguageModeling`, or, with images, a
             `DataCollatorForPackedVisionLanguageModeling`; any collator if TRL packs.
         max_position_embeddings: number of positions; a longer document raises. None uses the model's number.
         max_image_tokens: maximum number of image tokens in a row, which limits the image tower's memory. A model's
             images have the same number of patches per token, for example 4 in Qwen-VL. None is `max_length`.
         split: cut an example longer than a row into consecutive documents. Needs `truncation_mode` "error" or None.
+        row_length: maximum number of tokens of a row, at least `max_length`; None is `max_length`.
+        share_prefixes: compute tokens that several examples of a row begin with once, as `pack_dataset` does. Loss,
+            gradients and metrics stay the same as unpacked; dropout draws once for a shared token.
 
     Raises:
         TypeError: `args`, `data_collator` or a tokenized column has the wrong type.
@@ -83,9 +87,11 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
             dispatched batches, sampling by length, prompt learning, activated LoRA, `label_smoothing_factor` with a
             loss that does not read it); a dataset is empty, has video, audio, or images for a text model, fewer rows
             than a batch with `dataloader_drop_last`, or text that TRL would not read; an example does not fit a row;
-            or, with context parallelism, there are images, TRL packs, the attention is not "flashmask", layers are
-            recurrent, or labels are smoothed. In the first step: some layers do not receive the mask. In a worker: a
-            row with images is longer than computed.
+            with context parallelism, there are images, TRL packs, the attention is not "flashmask", layers are
+            recurrent, or labels are smoothed; or, with `share_prefixes`, there are images, TRL packs, examples are
+            split, or the loss is not TRL's plain one. In the first step: some layers do not receive the mask, or
+            prefixes are shared by recurrent layers or an auxiliary loss of experts. In a worker: a row with images is
+            longer than computed.
 
     Example:
         ```python
@@ -114,10 +120,13 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
         max_position_embeddings: int | None = None,
         max_image_tokens: int | None = None,
         split: bool = False,
+        row_length: int | None = None,
+        share_prefixes: bool = False,
         **kwargs: Any,
     ):
         args = prepared_arguments(args, model, peft_config, SFTConfig, SFTConfig)
-        self._sums: Any = 0  # tokens and visible keys since the last log, int64 [2] after the first batch
+        self._sums: Any = 0  # computed tokens, keys, examples' tokens since the last log, int64 [3] after a batch
+        self._shares = False  # whether some batch shares prefixes
         self._last_log = time.perf_counter()
         self._logged_tokens = 0
         self._evaluated: list[Tensor] = []  # loss, labels and scored tokens of each batch of an evaluation
@@ -130,6 +139,14 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
         self._packs_images = packs_images(train_dataset, config)
         datasets = text_datasets(train_dataset, eval_dataset, images=self._packs_images)
         formatting_func, given_collator = kwargs.get("formatting_func"), data_collator
+        own = {"row_length": row_length is not None, "share_prefixes": share_prefixes}
+        if any(own.values()) and (self._packs_images or _trl_packs(args)):
+            name = next(name for name, is_set in own.items() if is_set)
+            raise ValueError(
+                f"{name} needs rows of text that this trainer packs; leave it, images or TRL's packing out"
+            )
+        if share_prefixes:
+            check_weighing(args, kwargs.get("compute_loss_func"))
         if self._packs_images:
             check_image_options(args, parts=parts, split=split, formatting_func=formatting_func)
             data_collator = None  # TRL's, for one example
@@ -148,6 +165,7 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
             )
             data_collator = pad_for_parts(collator, parts)
         self._packing_options: dict[str, Any] = {"max_position_embeddings": max_position_embeddings, "split": split}
+        self._packing_options |= {"row_length": row_length, "share_prefixes": share_prefixes}
         self._formatting = formatting_func
         with flashmask_policy(model, args):
             super().__init__(model, args, data_collator, *datasets, processing_class, peft_config=peft_config, **kwargs)
@@ -172,8 +190,8 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
         dataset = without_media(unformatted(dataset), dataset_name)
         first = first_row(dataset, f"the {dataset_name} dataset")
         if dataset_name == "train" and "seq_lengths" not in first and (packing or not _trl_packs(args)):
-            split = self._packing_options["split"]
-            self._packed_by = {"max_length": args.max_length, "packing": args.packing, "split": split}
+            own = {name: self._packing_options[name] for name in ("split", "row_length", "share_prefixes")}
+            self._packed_by = {"max_length": args.max_length, "packing": args.packing, **own}
         if "input_ids" not in first:
             check_columns(dataset, first, args.dataset_text_field, formatting_func is not None, dataset_name)
         if _trl_packs(args):
@@ -199,14 +217,16 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
                 **self._packing_options,
             )
         if isinstance(tokenized, Dataset) and isinstance(packed, Dataset):
-            PartialState().print(packing_report(args, len(tokenized), packed, dataset_name))
+            length = self._packing_options["row_length"]
+            PartialState().print(packing_report(args, len(tokenized), packed, dataset_name, length))
         return packed
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
         if not _trl_packs(self.args):  # of rows packed elsewhere
             read = self._signature_columns
-            read += [name for name in ("position_ids", *MASK_COLUMNS) if name not in read]
+            names = ("position_ids", *MASK_COLUMNS, LABEL_WEIGHTS, "example_lengths")
+            read += [name for name in names if name not in read]
 
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
         """Run Trainer's `predict` on raw or tokenized rows; results are of the packed rows."""
@@ -232,14 +252,20 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
     def _record_batch(self, model: Any, inputs: dict[str, Any]) -> None:
         """Record a batch's tokens, visible keys and mask sparsity, and check a compiled model."""
         mode = "train" if model.training else "eval"
+        examples = inputs.pop(EXAMPLE_TOKENS, None)
+        if examples is not None and not self._shares:
+            check_sharing(self)
+            self._shares = True
         if VECTORS in inputs:
             indices = inputs[VECTORS]
             check_compiled(model, indices.device)
             log_sparsity(self, mode, indices, skipped=self._skips_tiles)
             if mode == "train" and self._counts_rows:
-                self._sums += _tokens_and_keys(indices) // self._rows_per_token  # the host does not wait
+                counts = _tokens_and_keys(indices) // self._rows_per_token  # the host does not wait
+                self._sums += torch.cat([counts, counts[:1] if examples is None else examples.sum()[None]])
         elif mode == "train" and self._counts_rows:
-            self._sums += torch.tensor([inputs["input_ids"].numel(), 0], device=inputs["input_ids"].device)
+            tokens = inputs["input_ids"].numel()
+            self._sums += torch.tensor([tokens, 0, tokens], device=inputs["input_ids"].device)
 
     def _idle_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
         return without_labels(batch)
@@ -276,11 +302,13 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Write TRL's log with `num_tokens`, and `tokens_per_second` and `keys_per_token` since the last log."""
         if "loss" in logs:
-            tokens, keys = self._reduced_sums()
+            computed, keys, tokens = self._reduced_sums()
             seconds = time.perf_counter() - self._last_log
             logs["tokens_per_second"] = round(tokens / seconds, 1)
             if keys:
-                logs["keys_per_token"] = round(keys / tokens, 1)
+                logs["keys_per_token"] = round(keys / computed, 1)
+            if self._shares:
+                logs["shared_tokens_saved"] = 1 - computed / tokens
             self._logged_tokens += tokens
             self._total_train_tokens = self._logged_tokens  # TRL counts padding, too
             self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
@@ -288,12 +316,12 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
         super().log(logs, start_time)
 
     def _reduced_sums(self) -> list[int]:
-        """Return the tokens and visible keys of all ranks since the last log."""
-        sums = torch.as_tensor(self._sums, device=self.accelerator.device).expand(2)
+        """Return the computed tokens, their visible keys, and the examples' tokens of all ranks since the last log."""
+        sums = torch.as_tensor(self._sums, device=self.accelerator.device).expand(3)
         return self.accelerator.reduce(sums.contiguous()).tolist()
 
     def _count_tokens(self) -> int:
-        return int(self._logged_tokens + self._reduced_sums()[0])
+        return int(self._logged_tokens + self._reduced_sums()[2])
 
     def _load_callback_state(self) -> None:
         super()._load_callback_state()

@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
+from torch import nn
 
 from flashmask_hf.collators.dataset import packing_efficiency
 from flashmask_hf.collators.labels import MASK_COLUMNS
 from flashmask_hf.trainers.context_parallel import context_parallel_size
 from flashmask_hf.trainers.formats import CONTEXTS, refuse_other_keys, refuse_unread_context
+
+logger = get_logger(__name__)
 
 _TURNS = {"messages": ("role", "content"), "conversations": ("from", "value")}
 """Columns of conversations that TRL reads, and the keys of their messages."""
@@ -65,13 +69,29 @@ def check_completions(example: dict[str, Any], dataset_name: str) -> None:
         raise ValueError(f"completion_only_loss=True {problem}; {way}")
 
 
-def packing_report(args: Any, examples: int, packed: Dataset, name: str) -> str:
+def check_sharing(trainer: Any) -> None:
+    """Check a trainer before its first batch with shared prefixes; warn of dropout, which draws once for shared tokens.
+
+    Raises:
+        ValueError: it learns the auxiliary loss of a mixture of experts, which counts tokens.
+    """
+    if trainer.aux_loss_enabled:
+        problem = "the auxiliary loss of a mixture of experts would count a token once that several examples share"
+        raise ValueError(f"{problem}; set output_router_logits=False in the model's config, or share_prefixes=False")
+    if any(isinstance(module, nn.Dropout) and module.p > 0 for module in trainer.model.modules()):
+        logger.warning("Examples that share a token also share what dropout drops of it; set it to 0 for none to.")
+
+
+def packing_report(args: Any, examples: int, packed: Dataset, name: str, row_length: int | None = None) -> str:
     """Return a message with the number of packed rows and, for "train", of optimizer steps per epoch."""
-    rows, per_row = len(packed), examples / len(packed)
+    rows, per_row, row_length = len(packed), examples / len(packed), row_length or args.max_length
     report = (
-        f"Packed {examples} {name} examples into {rows} rows of up to {args.max_length} tokens; packing efficiency "
-        f"{packing_efficiency(packed, args.max_length):.1%}"
+        f"Packed {examples} {name} examples into {rows} rows of up to {row_length} tokens; packing efficiency "
+        f"{packing_efficiency(packed, row_length):.1%}"
     )
+    if "example_lengths" in packed.column_names:
+        computed, unshared = (sum(map(sum, packed[column])) for column in ("seq_lengths", "example_lengths"))
+        report += f"\nShared prefixes: {computed} tokens are computed for {unshared}, {unshared / computed:.1f}x fewer."
     batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size // context_parallel_size(args)
     steps, unpacked = math.ceil(rows / batch), math.ceil(examples / batch)
     if name != "train" or steps >= unpacked:

@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,10 +24,11 @@ from accelerate import ParallelismConfig
 from accelerate.state import DistributedType, PartialState
 from datasets import Dataset
 from peft import LoraConfig
+from tools.documents import PREFIXES, SAME, turns
 from tools.parallel_cases import model_of, tensor_parallel_model
 from tools.tiny import CHECKPOINTING, VOCAB, trainer_settings, word_tokenizer
 from transformers import TrainerCallback
-from trl import SFTConfig
+from trl import SFTConfig, SFTTrainer
 
 from flashmask_hf.trainers import LongRows, PackedSFTTrainer
 from flashmask_hf.trainers import long_rows_callback as long_rows_module
@@ -237,6 +239,22 @@ def compiled(group: Any) -> dict[str, Any]:
     return outcome(trainer, group, "compiled")
 
 
+def prefixes(group: Any) -> dict[str, Any]:
+    """Rows of shared prefixes; one process trains on the examples in stock TRL, without packing."""
+    size = group.size()
+    settings = trainer_settings(FOLDER / f"prefixes-{size}") | PREFIXES | {"use_cpu": size == 1}
+    settings |= {"per_device_train_batch_size": 16 if size == 1 else 4, "dataloader_pin_memory": False}
+    if size > 1:
+        use_fsdp_on_cpu()
+        settings["parallelism_config"] = ParallelismConfig(cp_size=2)
+    kind: Any = SFTTrainer if size == 1 else partial(PackedSFTTrainer, share_prefixes=True)
+    options = {"train_dataset": Dataset.from_dict(turns()), "processing_class": word_tokenizer()}
+    trainer = kind(model_of("llama", 8, 4), SFTConfig(**settings), **options)
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return {"rows": len(trainer.train_dataset)} | {name: [entry[name] for entry in logs] for name in SAME}
+
+
 CASES = {
     "full": full,
     "tensor parallel": tensor_parallel,
@@ -245,6 +263,7 @@ CASES = {
     "resumed": resumed,
     "long_rows": long_rows,
     "compiled": compiled,
+    "prefixes": prefixes,
 }
 
 GROUPS = {name: (1, 2) for name in CASES} | {"full": (1, 2, 4), "uninterrupted": (2,), "resumed": (2,)}

@@ -41,3 +41,23 @@ MASKED = {
     "completion_mask": [[0, 0, 1, 1], [0, 1], [0, 1, 1]],
     "assistant_masks": [[1, 1, 1, 0], [1, 1], [1, 1, 1]],
 }
+
+
+SAME = ("loss", "grad_norm", "mean_token_accuracy", "entropy", "num_tokens")
+"""What a log of training has in common with stock TRL's."""
+
+PREFIXES = {"max_steps": 2, "optim": "sgd", "learning_rate": 0.5, "lr_scheduler_type": "constant", "max_grad_norm": 0.3}
+PREFIXES |= {"max_length": 64, "completion_only_loss": True}
+"""Settings of a run on `turns`, with their batch size: 16 examples, or 4 rows."""
+
+
+def turns():
+    """Return tokenized examples that are the turns of four conversations, whose answers are learned."""
+    data = {"input_ids": [], "completion_mask": []}
+    for conversation in range(4):
+        history = []
+        for turn in documents([14] * 4, seed=conversation):
+            data["input_ids"].append(history + turn)
+            data["completion_mask"].append([0] * (len(history) + 8) + [1] * 6)
+            history = history + turn[:5]  # what it thought is dropped
+    return data

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import tempfile
+from functools import partial
 from typing import Any
 
 import torch
 from datasets import Dataset, IterableDataset
+from tools.documents import PREFIXES, SAME, turns
 from tools.tiny import llama_config, preference_rows, trainer_settings, word_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-from trl import SFTConfig
+from trl import SFTConfig, SFTTrainer
 
 from flashmask_hf.collators import DataCollatorForBlockDiffusion
 from flashmask_hf.trainers import (
@@ -104,6 +106,20 @@ def compared(kind: Any, config: Any, load: Any, *models: str) -> Any:
     return case
 
 
+def prefixes(group: Any) -> dict[str, Any]:
+    """Two rows of shared prefixes per process; one process trains on the examples in stock TRL, without packing."""
+    size = group.size()
+    settings = trainer_settings(tempfile.mkdtemp()) | PREFIXES | {"per_device_train_batch_size": 16 if size == 1 else 2}
+    kind: Any = SFTTrainer if size == 1 else partial(PackedSFTTrainer, share_prefixes=True)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(llama_config(initializer_range=0.3), attn_implementation="flashmask")
+    options = {"train_dataset": Dataset.from_dict(turns()), "processing_class": word_tokenizer()}
+    trainer = kind(model, SFTConfig(**settings), **options)
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return {"rows": len(trainer.train_dataset)} | {name: [entry[name] for entry in logs] for name in SAME}
+
+
 def whole(count: int) -> Dataset:
     return Dataset.from_list(list(rows([list(range(count))])))
 
@@ -130,6 +146,7 @@ def noised(group: Any) -> dict[str, Any]:
 
 CASES = {
     "diffusion": noised,
+    "prefixes": prefixes,
     "train, shards of unequal rows": trained(38, 22),
     "train, one shard": trained(60),
     "train, three shards": trained(20, 30, 10),

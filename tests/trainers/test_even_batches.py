@@ -12,6 +12,7 @@ import torch
 from accelerate.data_loader import BatchSamplerShard
 from datasets import IterableDataset
 from datasets.distributed import split_dataset_by_node
+from tools.documents import SAME
 from tools.even_batches_cases import CASES
 from tools.processes import run_cases
 from tools.tiny import TRAINER_WARNINGS
@@ -62,6 +63,14 @@ def test_diffusion_on_several_processes_divides_by_all_labels(found):
     for name, values in want.items():
         if name != "seconds":
             assert got[name] == pytest.approx(values, rel=1e-4), name
+
+
+@pytest.mark.full
+def test_shared_prefixes_on_two_processes_are_stock(found):
+    want, got = result(found, 1, "prefixes"), result(found, 2, "prefixes")
+    assert (want["rows"], got["rows"]) == (16, 4)
+    for key in SAME:
+        assert got[key] == pytest.approx(want[key], rel=2e-6), key
 
 
 class Stock:

@@ -407,14 +407,14 @@ def test_padding_counts_neither_as_tokens_nor_as_keys():
 
 
 def test_tokens_and_keys_are_counted_over_all_processes():
-    """Three tokens and six keys here, and five tokens and nine keys in another process."""
+    """Three tokens, six keys and seven examples' tokens here, and five, nine and eight in another process."""
     trainer: Any = object.__new__(PackedSFTTrainer)
-    trainer.accelerator = SimpleNamespace(device="cpu", reduce=lambda sums: sums + torch.tensor([5, 9]))
-    trainer._sums, trainer._logged_tokens = torch.tensor([3, 6]), 10
-    assert trainer._reduced_sums() == [8, 15]
-    assert trainer._count_tokens() == 18
+    trainer.accelerator = SimpleNamespace(device="cpu", reduce=lambda sums: sums + torch.tensor([5, 9, 8]))
+    trainer._sums, trainer._logged_tokens = torch.tensor([3, 6, 7]), 10
+    assert trainer._reduced_sums() == [8, 15, 15]
+    assert trainer._count_tokens() == 25
     trainer._sums = 0  # before the first batch of this process
-    assert trainer._reduced_sums() == [5, 9]
+    assert trainer._reduced_sums() == [5, 9, 8]
 
 
 @pytest.mark.parametrize(
