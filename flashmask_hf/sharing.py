@@ -39,7 +39,7 @@ def share_prefixes(model: Any, minimum: float = 0.1) -> None:
     A call runs as before where less than `minimum` is saved, with a cache, `use_cache=True`, `inputs_embeds`,
     `startend_row_indices`, positions of several axes or other tensors per token, a mask with holes, positions that jump
     within a document, padding on the left of a model with a table of positions (GPT-2) and no positions, or active
-    dropout, which warns once: shared tokens would share the dropped ones. Repeating the call changes `minimum`.
+    dropout or noise, which warns once: shared tokens would share it. Repeating the call changes `minimum`.
 
     Args:
         model: a transformers model with a head, or a PEFT model around one, with attention "flashmask", not wrapped
@@ -120,18 +120,18 @@ def _can_share(call: Call) -> bool:
 
 
 def _drops(part: nn.Module) -> bool:
-    """Return whether a module drops values in training: it is a dropout, or has a rate of one as an attribute."""
+    """Return whether a module drops values or adds noise in training: as a dropout, or by a rate as an attribute."""
     if isinstance(part, nn.modules.dropout._DropoutNd):
         return part.training and part.p > 0
-    rates = (value for name, value in vars(part).items() if "drop" in name)
-    return part.training and any(isinstance(value, float) and value > 0 for value in rates)
+    rates = (value for name, value in vars(part).items() if "drop" in name or "noise" in name)  # NEFTune's, routers'
+    return part.training and any(isinstance(value, (int, float)) and value > 0 for value in rates)
 
 
 @functools.cache
 def _warn_of_dropout(name: str) -> None:
     logger.warning(
-        "%s trains with dropout, so share_prefixes computes no prefix once: sequences would drop the same values. Set "
-        "the dropout of its config, and lora_dropout, to 0.", name,
+        "%s trains with dropout or noise, so share_prefixes computes no prefix once: sequences would get the same. Set "
+        "the dropout of its config, lora_dropout and NEFTune's noise to 0.", name,
     )  # fmt: skip
 
 

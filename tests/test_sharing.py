@@ -10,13 +10,18 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from tools.model_pairs import BOUND, SIZES, model_pair
+from tools import model_zoo
+from tools.model_pairs import BOUND, SIZES, NoSynchronization, model_pair
 from tools.support import requires
 from tools.tiny import CHECKPOINTING, TRAINER_WARNINGS, llama_config, trainer_settings, word_tokenizer
+from tools.vision import tiny_model
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen3MoeConfig
 
 import flashmask_hf
+from flashmask_hf.hf.call import Call
 from flashmask_hf.hf.models import state_of
+from flashmask_hf.hf.rewrites import rewrite
+from flashmask_hf.names import PACKED_INDEX
 from flashmask_hf.sharing import _pack
 
 pytestmark = TRAINER_WARNINGS
@@ -96,6 +101,9 @@ FORMS = {
     "flat": flat,
     "flat, numbered and padded": numbered,
     "flat, with bounds": bounded,
+    "padded, one row of positions": lambda rows: (
+        padded(rows) | dict(position_ids=torch.arange(padded(rows)["input_ids"].shape[1])[None])
+    ),
 }
 
 
@@ -221,6 +229,7 @@ def test_what_is_not_shared_runs_as_before():
     cases: dict[str, dict[str, Any]] = {
         "nothing in common": dict(input_ids=torch.randperm(48).view(4, 12)),
         "a cache": dict(input_ids=ids, attention_mask=mask, use_cache=True),
+        "a tensor of each token": dict(input_ids=ids, attention_mask=mask, token_type_ids=0 * ids),
         "embeddings": dict(inputs_embeds=stock.get_input_embeddings()(ids), attention_mask=mask),
         "a mask with holes": dict(input_ids=ids, attention_mask=holes),
         "positions that jump": dict(input_ids=ids, position_ids=jumping),
@@ -242,9 +251,63 @@ def test_dropout_warns_and_runs_as_before(caplog):
     batch = padded(sequences())
     with caplog.at_level("WARNING", logger="flashmask_hf"):
         model.train()(**batch)
-    assert "trains with dropout, so share_prefixes computes no prefix once" in caplog.text
+    assert "trains with dropout or noise, so share_prefixes computes no prefix once" in caplog.text
     assert not _pack.cache_info().misses
     model.eval()(**batch)
+    assert _pack.cache_info().misses == 1
+
+
+def is_shared(model: Any, **batch: Any) -> bool:
+    batch.pop("labels", None)
+    return PACKED_INDEX in rewrite(Call(model.base_model, (), batch)).named
+
+
+@pytest.mark.parametrize("name", ["attention_dropout", "layerdrop", "neftune_noise_alpha", "jitter_noise"])
+def test_rates_of_dropout_and_noise_are_found_on_modules(name):
+    shared, _ = shared_pair()
+    batch = padded(sequences())
+    setattr(shared.model.embed_tokens, name, 5 if "neftune" in name else 0.1)
+    assert not is_shared(shared.train(), **batch)
+    assert is_shared(shared.eval(), **batch)
+    setattr(shared.model.embed_tokens, name, 0.0)
+    assert is_shared(shared.train(), **batch)
+
+
+def test_rows_are_packed_where_at_least_the_minimum_is_saved():
+    """Two rows of ten tokens with five in common, and then one of two tokens of padding less."""
+    shared, _ = shared_pair()
+    ids = torch.arange(2, 22).view(2, 10)
+    ids[1, :5] = ids[0, :5]
+    for minimum, shares in ((0.25, True), (0.26, False), (0, True)):
+        flashmask_hf.share_prefixes(shared, minimum=minimum)
+        assert is_shared(shared, input_ids=ids) == shares
+    mask = torch.ones_like(ids)
+    mask[0, 8:] = 0
+    flashmask_hf.share_prefixes(shared, minimum=0.35)  # padding counts as saved
+    assert is_shared(shared, input_ids=ids, attention_mask=mask)
+
+
+def test_a_call_waits_for_the_device_once(monkeypatch):
+    shared, _ = shared_pair()
+    waits, copied = [], torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda x: waits.append(x.shape) or copied(x))
+    for nth, form in enumerate(FORMS):
+        batch = FORMS[form](sequences())
+        with NoSynchronization():
+            assert is_shared(shared, **batch)
+        assert len(waits) == nth + 1, form
+
+
+def test_positions_of_several_axes_run_as_before():
+    stock = tiny_model("qwen2_5_vl", dtype=torch.float32)
+    shared = copy.deepcopy(stock)
+    flashmask_hf.share_prefixes(shared)
+    _pack.cache_clear()
+    batch = padded(sequences())
+    compare(shared, stock, batch)  # of text alone, whose axes are equal
+    assert _pack.cache_info().misses == 1
+    positions = torch.arange(batch["input_ids"].shape[1]).expand(3, *batch["input_ids"].shape)
+    compare(shared, stock, batch | dict(position_ids=positions))
     assert _pack.cache_info().misses == 1
 
 
@@ -289,6 +352,8 @@ def test_wrong_calls():
         flashmask_hf.share_prefixes(shared, minimum=2)
     with pytest.raises(ValueError, match="packed rows need attn_implementation='flashmask'"):
         flashmask_hf.share_prefixes(eager)
+    with pytest.raises(ValueError, match="Lfm2ForCausalLM has recurrent or convolutional layers"):
+        flashmask_hf.share_prefixes(model_zoo.build("lfm2", "flashmask"))
     flashmask_hf.share_prefixes(shared)
     flashmask_hf.share_prefixes(shared, minimum=1)  # in place of the first
     _pack.cache_clear()
