@@ -67,6 +67,9 @@ ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.2-1b": _shape(2048, 8192, 16, 32, 8, 128256, head_dim=64, **ROPE),
     "llama-3.1-8b": _shape(4096, 14336, 32, 32, 8, 128256, head_dim=128, **ROPE | {"tie_word_embeddings": False}),
+    "qwen3-0.6b": _shape(
+        1024, 3072, 28, 16, 8, 151936, head_dim=128, rope_parameters=ROPE["rope_parameters"] | {"rope_theta": 1e6}
+    ),
     "qwen3-4b": _shape(
         2560, 9728, 36, 32, 8, 151936, head_dim=128, rope_parameters=ROPE["rope_parameters"] | {"rope_theta": 1e6}
     ),

@@ -6,6 +6,7 @@
     python recipes/benchmarks/training.py --tasks dpo --implementations flashmask trl_sdpa trl_flex_attention_single
     python recipes/benchmarks/training.py --shapes tiny --device cpu --lengths 512 1024
     python recipes/benchmarks/training.py images --shapes qwen2.5-vl-3b --deadline 560 --csv images.csv
+    python recipes/benchmarks/training.py diffusion --deadline 250 --csv diffusion.csv
     python recipes/benchmarks/training.py preference --shapes llama-3.2-1b --deadline 560 --csv preference.csv
 
 Models have random weights, in bfloat16 (float32 on a CPU), with gradient checkpointing and AdamW; a step is one packed
@@ -17,6 +18,9 @@ second count each question once. `orpo` and `kto` are TRL's trainers on padded b
 
 `images_20`, `images_50` and `images_80` fine-tune a vision-language model on conversations with that percentage of
 image tokens: turns of 32 to 4,096 tokens (log-normal, median 256) and images of 64 to 1,024 tokens (of Gemma: 256).
+
+`diffusion` trains block diffusion (BD3LM) on documents of 1,024 tokens on average, in blocks of 32; a row of `length`
+tokens has a noisy and a clean copy of each.
 
 Implementations:
 
@@ -48,6 +52,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from diffusion import Batch, draw_row
 from harness import Results, attempt, available, flags, free_memory, parsed, random_lengths, synchronize, time_left
 from images import Conversations
 from packed_attention import attention, block_mask, dense_mask
@@ -62,7 +67,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from flashmask_hf import FlashMask, keep_attention, share_prefixes
 from flashmask_hf.hf.models import state_of, unwrap_peft
 from flashmask_hf.long_rows.checkpointing import enable_checkpointing
-from flashmask_hf.names import IGNORED, VECTORS
+from flashmask_hf.names import DIFFUSION_LABELS, DIFFUSION_WEIGHTS, IGNORED, VECTORS
 from flashmask_hf.sharing import _pack
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -75,6 +80,7 @@ WHOLE = ("trl_flashmask", "trl_sdpa", "trl_flex_attention", "trl_flash_attention
 STOCK = (*WHOLE, *(f"{name}_single" for name in WHOLE))
 SETTINGS = ("eager", "kept", "liger", "compiled")
 TASKS = ("sft", "lora", "dpo", "reward")
+DIFFUSION, DLLM = "diffusion", "dllm_sdpa"
 IMAGES = ("images_20", "images_50", "images_80")
 PREFERENCE = ("orpo", "kto")
 ANSWERS = {"dpo": 2, "reward": 6, "orpo": 2, "kto": 4}
@@ -111,6 +117,13 @@ STUDIES: dict[str, dict[str, Sequence[Any]]] = {
         "implementations": ("flashmask", "trl_flashmask", "trl_flash_attention_4", "trl_sdpa"),
         "settings": ["eager"],
         "lengths": [4096, 8192],
+    },
+    "diffusion": {
+        "shapes": ["qwen3-0.6b", "llama-3.1-8b"],
+        "tasks": [DIFFUSION],
+        "implementations": ("flashmask", DLLM, "flex_attention"),
+        "settings": ["eager"],
+        "lengths": [4096, 16384, 32768],
     },
 }
 
@@ -165,7 +178,7 @@ def inputs(implementation: str, row: dict[str, Tensor]) -> dict[str, Any]:
         lengths = {"max_length_q": longest, "max_length_k": longest}
         return others | {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, **lengths}
     form = dense_mask if implementation == "sdpa" else block_mask
-    return others | {"attention_mask": form(FlashMask(vectors, causal=True))}
+    return others | {"attention_mask": form(FlashMask(vectors, causal=vectors.shape[-1] == 1))}
 
 
 class FineTuning:
@@ -222,6 +235,35 @@ class ImageTuning(FineTuning):
             loss.backward()
             losses.append(loss.detach())
         return float(sum(losses))
+
+
+class DiffusionTuning(FineTuning):
+    """Block diffusion: a packed row of noisy and clean blocks, and dllm's padded batches of the same noise."""
+
+    def draw(self, length: int, count: int) -> Sequence[Any]:
+        """Draw rows of `length` tokens."""
+        generator, vocab = torch.Generator().manual_seed(length), self.model.config.vocab_size
+        return [draw_row(length, vocab, self.device, generator) for _ in range(count)]
+
+    def run(self, implementation: str, row: tuple[dict[str, Tensor], list[Batch]]) -> float:
+        """Run forward and backward of a row, in one or more batches; return the loss."""
+        packed, batches = row
+        self.model.set_attn_implementation(implementation.removeprefix("dllm_"))
+        count = packed["labels"].ne(IGNORED).sum()
+        if implementation != DLLM:
+            names = (DIFFUSION_LABELS, DIFFUSION_WEIGHTS, "labels")
+            given = inputs(implementation, {name: x for name, x in packed.items() if name not in names})
+            out = self.model(**given, shift_labels=packed[DIFFUSION_LABELS], fused_lm_head=True)
+            loss = -(out.log_probs * packed[DIFFUSION_WEIGHTS]).sum() / count
+            loss.backward()
+            return float(loss.detach())
+        total = torch.zeros((), device=self.device)
+        for batch in batches:
+            given = {"attention_mask": batch.dense_mask(), "position_ids": batch.positions(), "use_cache": False}
+            loss = batch.loss(self.model(batch.ids, **given).logits) / count
+            loss.backward()
+            total += loss.detach()
+        return float(total)
 
 
 def make_row(task: str, length: int, vocab: int, generator: torch.Generator) -> list[Document]:
@@ -418,6 +460,8 @@ class Series:
 
 def can_run(implementation: str, task: str, shape: str) -> bool:
     """Return whether an implementation runs a task: FlashAttention hides later tokens of an image from Gemma's."""
+    if task == DIFFUSION or implementation == DLLM:
+        return task == DIFFUSION and implementation in ("flashmask", "flex_attention", DLLM)
     if task in IMAGES and implementation in STOCK:
         return not (shape.startswith("gemma") and "flash_attention" in implementation)
     if task in PREFERENCE:
@@ -431,7 +475,7 @@ class Study:
     def __init__(self, task: str, shape: str, a: argparse.Namespace):
         self.arguments = a
         kind = ImageTuning if task in IMAGES else Preference if task in PREFERENCE else FineTuning
-        kind = Alignment if task in ("dpo", "reward") else kind
+        kind = Alignment if task in ("dpo", "reward") else DiffusionTuning if task == DIFFUSION else kind
         self.task = kind(task, shape, a)
         names = [name for name in a.implementations if can_run(name, task, shape)]
         pairs = [(name, setting) for setting in a.settings for name in names]
@@ -526,9 +570,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = flags(__doc__, deadline=True)
     parser.add_argument("study", nargs="?", default="lengths", choices=STUDIES)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES)
-    parser.add_argument("--tasks", nargs="+", choices=(*TASKS, *IMAGES, *PREFERENCE))
+    parser.add_argument("--tasks", nargs="+", choices=(*TASKS, *IMAGES, *PREFERENCE, DIFFUSION))
     parser.add_argument(
-        "--implementations", nargs="+", choices=["flashmask", "sdpa", "flex_attention", *VARLEN, *STOCK]
+        "--implementations", nargs="+", choices=["flashmask", "sdpa", "flex_attention", *VARLEN, *STOCK, DLLM]
     )
     parser.add_argument("--settings", nargs="+", type=setting, help="such as eager compiled+kept")
     parser.add_argument("--lengths", nargs="+", type=int)

@@ -325,6 +325,21 @@ def test_training_on_preferences(run, monkeypatch):
     assert all(int(row["tokens_per_second"]) > 0 for row in rows)
 
 
+@pytest.mark.full
+def test_training_of_block_diffusion(run, monkeypatch):
+    """The packed row and dllm's padded batches have one loss, or the program exits."""
+    import diffusion
+
+    monkeypatch.setattr(diffusion, "MEAN", 128)
+    monkeypatch.setattr(diffusion, "SHORTEST", 32)
+    monkeypatch.setattr(diffusion, "BATCH_SIZE", 2)
+    rows = run("training", "diffusion", *TINY, "--lengths", 768, 1024)
+    assert [(row["length"], row["implementation"]) for row in rows] == [
+        (length, name) for length in ("768", "1024") for name in ("flashmask", "dllm_sdpa")
+    ]
+    assert all(int(row["tokens_per_second"]) > 0 for row in rows)
+
+
 @pytest.fixture
 def training(monkeypatch):
     """The benchmark, whose fine-tuning takes no time, and in which SDPA's memory ends at 512 tokens."""
