@@ -26,11 +26,12 @@ from flashmask_hf.hf.families import refuse_unsupported
 from flashmask_hf.hf.keywords import check_window
 from flashmask_hf.hf.layer_mask import LayerMask, marked_rows
 from flashmask_hf.hf.mask_reader import Rows, TraceContext, trace
-from flashmask_hf.hf.merge import check_form, supplied_mask
+from flashmask_hf.hf.merge import check_form, shown_earlier, supplied_mask
 from flashmask_hf.intervals import hide_keys
 from flashmask_hf.mask import FlashMask, MaskNotRepresentable
 from flashmask_hf.names import FLASHMASK, VECTORS
 from flashmask_hf.parallel.split import active_split
+from flashmask_hf.torch_internals import device_assert
 
 NUMBERS = torch.int32
 """The dtype of a 2D mask that holds the number of each token's document, from 1 on; of padding negative, at first 0."""
@@ -162,10 +163,26 @@ def _supplied_rows(
         return None
     check_form(indices, causal, call.config)
     record_documents()
+    if window is None and visible.distances is None and indices.shape[3] == 4 and _has_images_in_windows(call):
+        device_assert(
+            ~shown_earlier(FlashMask(indices, causal=False)).any(),
+            f"{VECTORS} with n = 4 show tokens to earlier ones in every layer, but images are whole in the windows of "
+            "this model alone; pass masks.causal_document(lengths).indices, beside which they are",
+        )
     if padding is not None or visible.distances is not None:
         length = indices.shape[2]
         hooked = _hide_padding(_columns_of(visible, length, length, 0, True), padding, length, 0)
     return supplied_mask(indices.to(device), hooked, causal, window, call.positions, marked_rows)
+
+
+def _has_images_in_windows(call: Call) -> bool:
+    """Return whether a call has images whose tokens see each other in layers of a sliding window alone (Gemma 4)."""
+    if getattr(call.config.get_text_config(), "use_bidirectional_attention", None) != "vision":
+        return False
+    calls: list[Call] = [call]
+    while calls[-1].outer is not None:
+        calls.append(calls[-1].outer)
+    return any(one.get(name) is not None for one in calls for name in ("pixel_values", "pixel_values_videos"))
 
 
 def _columns_of(visible: Rows, kv_length: int, q_length: int, q_offset: int | Tensor, ends_together: bool) -> Tensor:

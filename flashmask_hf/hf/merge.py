@@ -94,6 +94,13 @@ def supplied_mask(
     return cached_mask(sources, variant, build, per_forward=hooked is not None)
 
 
+def shown_earlier(mask: FlashMask) -> Tensor:
+    """Return which keys are seen by a row before their own, bool [B or 1, H, S], of a mask with Sq = Skv = S."""
+    row = torch.arange(mask.kv_len, device=mask.indices.device, dtype=torch.int32)
+    pieces = mask.visible_intervals(mask.kv_len)
+    return torch.stack([(start < end) & (start < row) for start, end in pieces]).any(0)
+
+
 def _add_blocks(mask: FlashMask, hooked: Tensor, keep_causal: bool) -> tuple[FlashMask, Tensor]:
     """Return a mask whose keys are also seen by earlier tokens of their block, and how far each block sees its keys.
 
@@ -119,8 +126,7 @@ def _add_blocks(mask: FlashMask, hooked: Tensor, keep_causal: bool) -> tuple[Fla
     limit = torch.where(is_traced, torch.minimum(last, block_end), 0).to(torch.int32)
     if not mask.causal:
         return mask, limit
-    pieces = FlashMask(hooked.transpose(2, 3), causal=False).visible_intervals(length)
-    earlier = torch.stack([(start < end) & (start < row) for start, end in pieces]).any(0)
+    earlier = shown_earlier(FlashMask(hooked.transpose(2, 3), causal=False))
     start = row
     if mask.indices.shape[-1] == 1 and not keep_causal:
         ends = mask.indices[..., 0]

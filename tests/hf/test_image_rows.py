@@ -113,6 +113,19 @@ def test_documents_of_a_row_are_as_alone(name, form):
     assert_equal(logits_and_gradients(model, [row]), alone)
 
 
+def test_blocks_in_every_layer_of_gemma4_are_refused():
+    """Its full layers are causal. Causal indices with n = 4 are right, and rows of text may have any."""
+    documents = documents_of("gemma4")
+    model = tiny_model("gemma4", {"text_config": "flashmask", "vision_config": "sdpa"}, sliding_window=3)
+    row = row_of(documents)
+    with pytest.raises(RuntimeError, match=r"images are whole in the windows of this model alone; pass masks.causal"):
+        model(**row, **indices_of("blocks", "gemma4", documents), use_cache=False)
+    text = {name: x for name, x in row.items() if name in ("input_ids", "position_ids")}
+    text["mm_token_type_ids"] = torch.zeros_like(text["input_ids"])
+    text["input_ids"] = text["input_ids"].clamp(max=80)
+    assert model(**text, **indices_of("blocks", "gemma4", documents), use_cache=False).logits.isfinite().all()
+
+
 @pytest.mark.parametrize("name", [*MODELS])
 def test_answers_of_a_shared_prompt_with_an_image_are_as_alone(name):
     """Mask indices of shared questions are causal, and images stay whole."""

@@ -1,5 +1,6 @@
 """PackedSFTTrainer on examples with images: losses, gradients and rows equal TRL's on the examples alone."""
 
+import copy
 import math
 from typing import Any
 
@@ -285,6 +286,19 @@ def test_generation_runs_the_tower_once():
     model.model.vision_tower.register_forward_hook(lambda *call: runs.append(call))
     assert torch.equal(model.generate(**text, max_new_tokens=3, do_sample=False), tokens)
     assert len(runs) == 1
+
+
+def test_two_trainers_and_a_copy_run_the_tower_once_per_call():
+    model, text = tiny_model("llava", dtype=torch.float32), {"input_ids": torch.tensor([[5, 6, 7]])}
+    for _ in range(2):
+        run_tower_in_every_call(model, tiny_processor("llava"))
+    copied = copy.deepcopy(model)
+    run_tower_in_every_call(copied, tiny_processor("llava"))
+    runs: list[Any] = []
+    for one in (model, copied):
+        one.model.vision_tower.register_forward_hook(lambda module, *call: runs.append(module))
+        one(**text)
+    assert runs == [model.model.vision_tower, copied.model.vision_tower]
 
 
 @pytest.fixture(scope="module")
