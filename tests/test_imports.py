@@ -31,7 +31,7 @@ LAYERS: Layers = (
     ("sparse.reorder",),
     ("_call",),
     ("attention", "parallel", "sparse"),
-    ("long_rows",),
+    ("long_rows", "drafts"),
     ("collators", "hf"),
     ("sharing",),
     ("trainers", "integrations"),

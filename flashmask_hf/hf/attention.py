@@ -13,6 +13,7 @@ from flashmask_hf.hf.keywords import SPLIT_BY_TORCH, check_keywords
 from flashmask_hf.hf.late import late_mask, refuse_shard_of_heads
 from flashmask_hf.hf.layer_mask import BOUNDS, LayerMask, mask_of_rows
 from flashmask_hf.hf.ranks import attend_in_parts
+from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import FLASHMASK, VECTORS
 from flashmask_hf.parallel.split import active_split
 from flashmask_hf.torch_internals import is_split_by_torch
@@ -26,15 +27,16 @@ def attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | FlashMask | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Return the attention of one layer, with the signature of `sdpa_attention_forward` in `transformers/integrations`.
 
-    The mask is the first of these that exists: what `mask_hook` merged; the caller's `startend_row_indices`, in the
-    layer's `sliding_window`, which is measured by position; what `mask_hook` returned; causal or full by `is_causal`.
+    The mask is the first of these that exists: what `mask_hook` merged; the caller's `FlashMask`; the caller's
+    `startend_row_indices`, in the layer's `sliding_window`, which is measured by position; what `mask_hook` returned;
+    causal or full by `is_causal`.
 
     Under tensor parallelism, and in the context of `flashmask_hf.parallel.sequence_parallel`, see `ranks.py`.
 
@@ -43,7 +45,8 @@ def attention_forward(
         query: [B, Hq, Sq, D].
         key: [B, Hkv, Skv, D].
         value: [B, Hkv, Skv, Dv].
-        attention_mask: what `mask_hook` returned, or None.
+        attention_mask: what `mask_hook` returned; or a `FlashMask` of a layer called alone, as in a drafter, whose
+            queries and keys may differ in number; or None.
         scaling: factor on the scores; None is D ** -0.5.
         dropout: must be 0 in training.
         kwargs: used are `startend_row_indices` (int32 [B or 1, 1 or Hkv or Hq, S, n], read as in `FlashMask`: n = 1
@@ -112,7 +115,7 @@ def _asks_for_weights(kwargs: dict[str, Any]) -> bool:
 
 
 def layer_mask(
-    module: nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | None, kwargs: dict[str, Any]
+    module: nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | FlashMask | None, kwargs: dict[str, Any]
 ) -> LayerMask:
     """Return the mask of a layer with whole rows. Errors are as in `attention_forward`.
 
@@ -120,7 +123,7 @@ def layer_mask(
         module: the attention layer.
         query: [B, Hq, Sq, D].
         key: [B, Hkv, Skv, D].
-        attention_mask: what `mask_hook` returned, or None.
+        attention_mask: as in `attention_forward`.
         kwargs: the layer's keywords, checked (`check_layer`).
     """
     if is_marked(attention_mask):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flashmask_hf.hf.call import record_documents
+from flashmask_hf.hf.call import current, record_documents
 from flashmask_hf.hf.documents import UNBOUNDED, of_bounds, of_positions
 from flashmask_hf.hf.families import family_of
 from flashmask_hf.hf.layer_mask import LayerMask, cached_mask, check_hook_result
@@ -18,11 +18,13 @@ from flashmask_hf.torch_internals import device_assert, is_capturing, is_one_of,
 
 
 def late_mask(
-    module: nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | None, kwargs: dict[str, Any]
+    module: nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | FlashMask | None, kwargs: dict[str, Any]
 ) -> LayerMask:
     """Return the mask of a layer whose mask the hook did not merge; arguments as in `attention.layer_mask`."""
     causal = kwargs.get("is_causal")
     causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
+    if isinstance(attention_mask, FlashMask):
+        return _own_mask(module, query, attention_mask, kwargs)
     if attention_mask is not None:
         check_hook_result(attention_mask)
     vectors, position_ids = kwargs.get(VECTORS), kwargs.get("position_ids")
@@ -51,6 +53,20 @@ def late_mask(
             "the context of flashmask_hf.parallel.sequence_parallel"
         )
     return supplied_mask(vectors, attention_mask, causal, _window_of(module, kwargs), position_ids)
+
+
+def _own_mask(module: nn.Module, query: Tensor, mask: FlashMask, kwargs: dict[str, Any]) -> LayerMask:
+    """Return the `FlashMask` that a caller gave the layer as attention_mask, which says alone what is visible."""
+    for name in (VECTORS, "sliding_window"):
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(
+                f"{name} on a layer whose attention_mask is a FlashMask would be ignored; build the mask with it, and "
+                f"set {name} to None"
+            )
+    if mask.indices.shape[1] > 1:
+        refuse_shard_of_heads(module, query.shape[1])
+    record_documents(supplied=True)
+    return LayerMask(mask)
 
 
 def refuse_shard_of_heads(module: nn.Module, heads: int) -> None:
@@ -92,13 +108,16 @@ def _separated_mask(
     """
     batch, _, q_len, _ = query.shape
     kv_len, window, bounds = key.shape[2], kwargs.get("sliding_window"), kwargs.get("cu_seq_lens_q")
+    limit = None
     if hooked is not None:
         if hooked.shape[3] != kv_len or not is_one_of(hooked.shape[0], 1, batch):
             raise ValueError(
                 f"attention_mask has batch {hooked.shape[0]} and {hooked.shape[3]} key columns, but this layer has "
                 f"batch {batch} and {kv_len} keys; pass a 2D attention_mask that covers cache and new tokens"
             )
-        causal, window = hooked.shape[2] == 1, None  # the hook's columns have the window
+        if window is not None and current.call is None:  # columns of the hook have the window, a caller's may not
+            limit = min(window, UNBOUNDED) if causal else 2 * min(window, UNBOUNDED) + 1
+        causal, window = hooked.shape[2] == 1, None
     elif window is not None and not causal:
         raise NotImplementedError(
             f"sliding_window={window} on a layer that is not causal is not implemented; use attn_implementation='sdpa' "
@@ -118,6 +137,14 @@ def _separated_mask(
 
     def build() -> FlashMask:
         columns = _default_columns(query, kv_len, causal, window) if hooked is None else hooked.detach()
+        if limit is not None:
+            row = torch.arange(kv_len, device=columns.device) + (q_len - kv_len)
+            first = row.clamp(min=0) if causal else columns[:, :, 3]
+            device_assert(
+                (columns[:, :, 0] - first <= limit).all(),
+                "attention_mask shows keys outside of this layer's sliding_window; pass a FlashMask that has the "
+                "window, and sliding_window=None",
+            )
         if marks is not None:
             real = None if hooked is None else hooked[:, 0, 0] > 0
             found = of_bounds(marks, kv_len) if by_bounds else of_positions(marks, real)
@@ -136,7 +163,7 @@ def _separated_mask(
 
     sources = tuple(x for x in (hooked, marks) if x is not None)
     if hooked is not None:
-        return cached_mask(sources, ("hooked", by_bounds, marks is None), build)
+        return cached_mask(sources, ("hooked", by_bounds, marks is None, limit), build)
     # Fake tensors have fake masks, and a CUDA graph's mask is in the graph's memory: neither may be cached.
     if type(query) is not Tensor or torch.compiler.is_compiling() or is_capturing(query):
         return build()

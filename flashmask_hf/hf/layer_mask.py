@@ -102,7 +102,7 @@ def cached_mask(
 
 
 _REFUSED = (
-    "attention_mask must be None or what the mask hook makes of a 2D mask, got {}; write a dense mask as "
+    "attention_mask must be None, a FlashMask or what the mask hook makes of a 2D mask, got {}; write a dense mask as "
     f"FlashMask.from_dense(mask).bidirectional().indices and pass it as {VECTORS}, or keep a tower from this backend"
 )
 

@@ -32,7 +32,7 @@ def attend_in_parts(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Any,
     scaling: float | None,
     kwargs: dict[str, Any],
 ) -> Tensor:

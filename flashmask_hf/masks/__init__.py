@@ -1,6 +1,6 @@
 """The gallery: one constructor per mask family (FlashMask, ICLR 2025, section 2.1), and two that read other layouts.
 
-Every function but `block_diffusion_order` returns a `FlashMask` with `q_len` set. In the drawings, query rows run from
+Every function but those named `_order` returns a `FlashMask` with `q_len` set. In the drawings, query rows run from
 0 down, columns are keys, `1` is visible and `.` hidden. Lengths, windows and positions count tokens. Arguments with one
 meaning in every family:
 
@@ -25,7 +25,7 @@ from flashmask_hf.masks.documents import (
     document,
     padding,
 )
-from flashmask_hf.masks.drafts import draft_blocks
+from flashmask_hf.masks.drafts import draft_blocks, draft_chains, draft_chains_order
 from flashmask_hf.masks.eviction import random_eviction
 from flashmask_hf.masks.packed import from_cu_seqlens, from_position_ids
 from flashmask_hf.masks.prefixes import prefix_lm_causal, prefix_lm_document
@@ -49,6 +49,8 @@ __all__ = [
     "causal_document",
     "document",
     "draft_blocks",
+    "draft_chains",
+    "draft_chains_order",
     "from_cu_seqlens",
     "from_position_ids",
     "full",

@@ -1,21 +1,26 @@
-"""Masks of speculative drafters that predict blocks of tokens, such as DFlash."""
+"""Masks of speculative drafters that predict several tokens at once: blocks (DFlash) or chains (P-EAGLE)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from flashmask_hf._numbers import as_integer, as_length, check_tensor
 from flashmask_hf.mask import FlashMask
-from flashmask_hf.masks._arguments import Device, Lengths, batch_lengths, batch_rows, device_of, from_array
+from flashmask_hf.masks._arguments import Device, Lengths, batch_lengths, batch_rows, device_of, from_array, key_count
 from flashmask_hf.masks._columns import document_spans, make_mask
+
+Numbers: TypeAlias = "Sequence[int] | Sequence[Sequence[int]] | Tensor"
+"""A number for each anchor: a list, a list of lists for a batch, or an int tensor or array [N] or [B, N]."""
 
 
 def draft_blocks(
     lengths: Lengths,
-    anchors: Sequence[int] | Sequence[Sequence[int]] | Tensor,
+    anchors: Numbers,
     block_size: int,
     *,
     device: Device = None,
@@ -74,19 +79,174 @@ def draft_blocks(
     return make_mask(last + context, first + context, causal=False, q_len=q_len, device=device_of(device, lengths))
 
 
-def _batch_anchors(anchors: Sequence[int] | Sequence[Sequence[int]] | Tensor, tokens: list[int]) -> list[list[int]]:
-    """Return the checked anchors of each packed row; `tokens` are the rows' numbers of tokens."""
-    value = from_array(anchors)
+def draft_chains(
+    lengths: Lengths,
+    anchors: Numbers,
+    depths: Numbers,
+    *,
+    kv_len: int | None = None,
+    q_len: int | None = None,
+    device: Device = None,
+) -> FlashMask:
+    """Chains of draft tokens (P-EAGLE): each sees itself causally, and its document up to its anchor.
+
+    A document has its chains in the order of their anchors, then its own tokens from the last to the first, which see
+    themselves and earlier tokens. In this mirrored order all rows that see a key are neighbours. `draft_chains_order`
+    returns the token and the depth of each row. Chains of mask tokens, as in PARD and in multi-token prediction, have
+    the same mask.
+
+    `draft_chains([3, 2], [1, 2, 3], [2, 1, 2])`, rows of two chains and tokens 2 1 0, then of one chain and tokens 1 0:
+
+        1 . . . 1 1 . . . .
+        1 1 . . 1 1 . . . .
+        . . 1 1 1 1 . . . .
+        . . . 1 1 1 . . . .
+        . . . . 1 1 . . . .
+        . . . . . 1 . . . .
+        . . . . . . 1 . . 1
+        . . . . . . 1 1 . 1
+        . . . . . . . . 1 1
+        . . . . . . . . . 1
+
+    Args:
+        lengths: as `documents`, in tokens without chains.
+        anchors: the token that each chain follows, 0..S-1 in a packed row of S tokens, ascending; a list of lists for a
+            batch, or an int tensor or array [N] or [B, N].
+        depths: draft tokens per chain, at least 1, in the form of `anchors`.
+        kv_len: number of keys; None is the longest packed row, tokens and chains together.
+
+    Returns:
+        FlashMask: indices [B, 1, kv_len, 2], not causal. A causal model takes `bidirectional().indices`.
+
+    Raises:
+        TypeError: an anchor or a depth is not an int.
+        ValueError: `anchors` do not ascend or lie outside their packed row, a depth is less than 1, or there are not as
+            many depths as anchors.
+
+    Example:
+        >>> draft_chains([3, 2], [1, 2, 3], [2, 1, 2]).indices[0, 0].T
+        tensor([[ 2,  2,  3,  4,  5,  6,  8,  8,  9, 10],
+                [ 0,  1,  2,  2,  0,  0,  6,  7,  8,  6]], dtype=torch.int32)
+    """
+    rows = _chain_rows(lengths, anchors, depths)
+    kv_len = key_count("lengths", [[row.last.shape[0]] for row in rows], kv_len)
+    last, first = (
+        torch.stack([pad(x, (0, kv_len - x.shape[0])) for x in columns])[:, None]
+        for columns in ([row.last for row in rows], [row.first for row in rows])
+    )  # padding ends at 0
+    return make_mask(last, first, causal=False, q_len=q_len, device=device_of(device, lengths))
+
+
+def draft_chains_order(
+    lengths: Lengths, anchors: Numbers, depths: Numbers, *, device: Device = None
+) -> tuple[Tensor, Tensor]:
+    """Return the token of each row of `draft_chains`, and its depth in a chain.
+
+    Args:
+        lengths: lengths of the documents of one packed row, as in `draft_chains`.
+        anchors: as in `draft_chains`.
+        depths: as in `draft_chains`.
+        device: as in `draft_chains`.
+
+    Returns:
+        tuple: two tensors [S], where S counts the documents' tokens and the draft tokens of all chains.
+
+            * index: int64, the row's token, counted through all documents; a draft token has its chain's anchor.
+              `hidden_states[index]` are the states that the rows read.
+            * depth: int64, 0 for a token, 1, 2, ... along a chain. The row's position is `position_ids[index] + depth`,
+              and it predicts the token `index + depth + 1`, if that is in the same document.
+
+    Raises:
+        TypeError: as `draft_chains`.
+        ValueError: as `draft_chains`, or `lengths` has several packed rows.
+
+    Example:
+        >>> index, depth = draft_chains_order([3, 2], [1, 2, 3], [2, 1, 2])
+        >>> index
+        tensor([1, 1, 2, 2, 1, 0, 3, 3, 4, 3])
+        >>> depth
+        tensor([1, 2, 1, 0, 0, 0, 1, 2, 0, 0])
+    """
+    rows = _chain_rows(lengths, anchors, depths)
+    if len(rows) > 1:
+        raise ValueError(f"lengths must be of one packed row, got {len(rows)}; give each row of the batch alone")
+    device = device_of(device, lengths)
+    return rows[0].index.to(device), rows[0].depth.to(device)
+
+
+class _ChainRows(NamedTuple):
+    """Rows of one packed row with chains in mirrored order, int64 [rows] each.
+
+    Attributes:
+        first: first row that sees the key.
+        last: the row after the last that sees the key.
+        index: the row's token, or its chain's anchor.
+        depth: place in the chain, from 1 on; 0 for a token.
+    """
+
+    first: Tensor
+    last: Tensor
+    index: Tensor
+    depth: Tensor
+
+
+def _chain_rows(lengths: Lengths, anchors: Numbers, depths: Numbers) -> list[_ChainRows]:
+    """Return the rows of each packed row, from the arguments of `draft_chains`."""
+    documents, _ = batch_lengths("lengths", lengths, None)
+    starts = _batch_anchors(anchors, [sum(row) for row in documents])
+    sizes = _rows_of("depths", depths, len(documents))
+    for (path, row), own in zip(sizes, starts, strict=True):
+        if len(row) != len(own):
+            raise ValueError(f"{path} has {len(row)} chains, but anchors has {len(own)}; give a depth for each anchor")
+    counts = [
+        [as_integer(f"{path}[{k}]", depth, 1, why="a chain has at least one token") for k, depth in enumerate(row)]
+        for path, row in sizes
+    ]
+    key_count("lengths and depths", [[*a, *b] for a, b in zip(documents, counts, strict=True)], None)
+    return [_mirror(*row) for row in zip(documents, starts, counts, strict=True)]
+
+
+def _mirror(lengths: list[int], anchors: list[int], depths: list[int]) -> _ChainRows:
+    """Return the rows of one packed row."""
+    length, anchor, count = (torch.tensor(x, dtype=torch.int64, device="cpu") for x in (lengths, anchors, depths))
+    end, before = length.cumsum(0), pad(count.cumsum(0), (1, 0))  # rows of chains before each chain
+    start = end - length
+    token, draft = torch.arange(sum(lengths), device="cpu"), torch.arange(sum(depths), device="cpu")
+    own = torch.searchsorted(end, token, right=True)
+    chain = torch.searchsorted(before[1:], draft, right=True)
+    # A token is seen from the first chain on whose anchor is not before it, or from its document's last token on.
+    first = start[own] + before[torch.searchsorted(anchor, token)]
+    row = end[own] + before[torch.searchsorted(anchor, end)][own] - 1 - (token - start[own])
+    chain_row = start[torch.searchsorted(end, anchor, right=True)][chain] + draft
+    depth = draft - before[chain] + 1
+    place = torch.cat([chain_row, row])
+    columns = (
+        (chain_row, first),
+        (chain_row + count[chain] - depth + 1, row + 1),
+        (anchor[chain], token),
+        (depth, torch.zeros_like(token)),
+    )
+    return _ChainRows(*(torch.empty_like(place).scatter(0, place, torch.cat(pair)) for pair in columns))
+
+
+def _rows_of(name: str, value: Numbers, count: int) -> list[tuple[str, Sequence[Any]]]:
+    """Return the (name for errors, row) pairs of `count` packed rows from an argument."""
+    value = from_array(value)
     if isinstance(value, Tensor):
-        value = check_tensor("anchors", value, "an integer", "[N]", "[B, N]").tolist()
-    rows = batch_rows("anchors", value, (list, tuple), empty=True)
-    if len(rows) != len(tokens):
-        raise ValueError(f"anchors has {len(rows)} rows, but lengths has {len(tokens)}; give a list of anchors per row")
+        value = check_tensor(name, value, "an integer", "[N]", "[B, N]").tolist()
+    rows = batch_rows(name, value, (list, tuple), empty=True)
+    if len(rows) != count:
+        raise ValueError(f"{name} has {len(rows)} rows, but lengths has {count}; give a list of {name} per row")
+    return rows
+
+
+def _batch_anchors(anchors: Numbers, tokens: list[int]) -> list[list[int]]:
+    """Return the checked anchors of each packed row; `tokens` are the rows' numbers of tokens."""
     found: list[list[int]] = []
-    for (path, row), length in zip(rows, tokens, strict=True):
+    for (path, row), length in zip(_rows_of("anchors", anchors, len(tokens)), tokens, strict=True):
         found.append([])
         for k, anchor in enumerate(row):
             low = found[-1][-1] if k else 0
-            why = "anchors ascend within the packed row; sort them, and the blocks with them"
+            why = "anchors ascend within the packed row; sort them, and what belongs to them"
             found[-1].append(as_integer(f"{path}[{k}]", anchor, low, length - 1, why=why))
     return found

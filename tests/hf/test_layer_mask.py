@@ -22,7 +22,11 @@ from tools.support import covering
 from torch._dynamo.exc import Unsupported
 from torch.distributed.tensor.experimental import context_parallel
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
-from transformers.masking_utils import bidirectional_mask_function, sliding_window_bidirectional_mask_function
+from transformers.masking_utils import (
+    bidirectional_mask_function,
+    sliding_window_bidirectional_mask_function,
+    sliding_window_causal_mask_function,
+)
 
 from flashmask_hf import FlashMask, flashmask_attention, masks
 from flashmask_hf.hf import layer_mask, merge
@@ -472,3 +476,31 @@ def test_vectors_of_documents_leave_an_image_whole(documents_with_an_image):
     assert_near(model(**row, startend_row_indices=FlashMask.from_dense(visible).bidirectional().indices).logits, alone)
     text = row | dict(token_type_ids=torch.zeros_like(row["input_ids"]))
     assert_near(model(**text, startend_row_indices=mask.indices).logits, model(**text).logits)
+
+
+def test_a_flashmask_of_other_queries_than_keys_is_the_mask_of_a_layer():
+    """As in a drafter's layer, whose keys are a target's tokens and its own."""
+    mask = masks.draft_blocks([4, 3], [1, 3, 6], 2)
+    query, key = layer_inputs(6, 13)
+    got, _ = attend(q_len=6, kv_len=13, attention_mask=mask, is_causal=False, position_ids=torch.arange(13)[None])
+    assert_near(got, flashmask_attention(query, key, key, mask).transpose(1, 2))
+    for name, value in (("sliding_window", 8), ("startend_row_indices", VECTORS)):
+        with pytest.raises(
+            NotImplementedError, match=rf"^{name} on a layer whose attention_mask is a FlashMask .*None"
+        ):
+            attend(q_len=6, kv_len=13, attention_mask=mask, is_causal=False, **{name: value})
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_columns_that_show_keys_outside_of_the_window_are_refused(causal):
+    """Columns of a caller do not have the layer's window, and columns of the hook do."""
+    columns = masks.draft_blocks([4, 3], [1, 3, 6], 2).bidirectional().indices.transpose(2, 3)
+    with pytest.raises(RuntimeError, match="keys outside of this layer's sliding_window; pass a FlashMask"):
+        attend(q_len=6, kv_len=13, attention_mask=columns, is_causal=causal, sliding_window=1)
+    function = sliding_window_causal_mask_function(3) if causal else sliding_window_bidirectional_mask_function(3)
+    for q_len in (4, 6):
+        hooked = mask_hook(
+            batch_size=2, q_length=q_len, kv_length=6, q_offset=6 - q_len, mask_function=function, use_vmap=False
+        )
+        want, _ = attend(q_len=q_len, attention_mask=hooked, is_causal=causal)
+        assert_near(attend(q_len=q_len, attention_mask=hooked, is_causal=causal, sliding_window=3)[0], want)

@@ -12,7 +12,7 @@ import torch
 
 from flashmask_hf import masks
 
-FAMILIES = [name for name in masks.__all__ if name not in ("Node", "block_diffusion_order")]
+FAMILIES = [name for name in masks.__all__ if name not in ("Node", "block_diffusion_order", "draft_chains_order")]
 DRAWN_LINE = re.compile(r"^        ([1.](?: [1.])*)(?:        ([1.](?: [1.])*))?$")
 WITHOUT_CALL = {
     "qk_sparse": lambda: masks.qk_sparse(

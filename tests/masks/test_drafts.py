@@ -1,10 +1,11 @@
-"""Draft blocks against the rule of DFlash in SpecForge, with documents, and in attention."""
+"""Draft blocks and chains against the rules of DFlash and P-EAGLE in SpecForge, with documents, and in attention."""
 
 from __future__ import annotations
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tools.draft_chains import chains_in_order, sees_chain
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -75,3 +76,33 @@ def test_attention_of_draft_blocks_is_as_with_the_dense_mask() -> None:
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
     assert not results[0][0][1, :, size:].any()
+
+
+@st.composite
+def chains(draw: st.DrawFn) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
+    """Draw a batch of lengths, anchors and depths; a row may have no chain."""
+    lengths, anchors = draw(packed_rows())
+    return lengths, anchors, [[draw(st.integers(1, 4)) for _ in row] for row in anchors]
+
+
+@settings(max_examples=80)
+@given(rows=chains())
+def test_chains_see_themselves_and_their_document_up_to_the_anchor(rows) -> None:
+    """P-EAGLE's rule, `create_peagle_mask_mod` of SpecForge, with a number for each chain."""
+    found = masks.draft_chains(*rows)
+    found.validate()
+    for own, dense in zip(zip(*rows, strict=True), found.to_dense()[:, 0], strict=True):
+        order = chains_in_order(*own)
+        index, depth = masks.draft_chains_order(*own)
+        assert [*zip(index.tolist(), depth.tolist(), strict=True)] == [row[1:3] for row in order]
+        want = torch.zeros_like(dense)
+        want[: len(order), : len(order)] = torch.tensor([[sees_chain(q, k) for k in order] for q in order])
+        assert torch.equal(dense, want)
+
+
+def test_chains_may_be_tensors() -> None:
+    rows = [[3, 2], [4, 1]], [[1, 4], [0, 2]], [[2, 1], [1, 3]]
+    expected = masks.draft_chains(*rows).indices
+    assert torch.equal(masks.draft_chains(*map(torch.tensor, rows)).indices, expected)
+    for found in masks.draft_chains_order(*(row[0] for row in rows), device="meta"):
+        assert found.device.type == "meta"

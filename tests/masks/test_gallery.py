@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tools import support
 from tools.block_diffusion import mirrored, sees_in_block_diffusion
+from tools.draft_chains import chains_in_order, sees_chain
 
 from flashmask_hf import FlashMask, masks
 from flashmask_hf.tiles import HIDDEN, PARTIAL, VISIBLE, classify_tiles
@@ -110,6 +111,7 @@ def sees_own_block_and_those_before(lengths: list[int], size: int, i: int, j: in
 
 
 DOCUMENTS = [[5, 3, 8], [1, 7], [4, 9, 1, 2]]
+CHAINS = [5, 3], [1, 4, 6], [3, 2, 1]
 NOISED = [[4, 2], [5, 1], [7]]
 ANSWERS = [[(4, [3, 2]), (1, [1, 1, 2])], [(7, [5])], [(2, [1, 4, 1]), (3, [3])]]
 FOREST = [[(2, [(1, [3, (1, [1, 2])]), 2]), 3], [5], [(1, [(1, [(1, [(1, [1])])])]), (4, [1, 1])]]
@@ -205,6 +207,13 @@ FAMILIES = [
         lambda b, i, j: sees_in_block_diffusion(mirrored(NOISED[b], 3, 2), i, j),
         (False, 2),
         batch=3,
+    ),
+    Family(
+        "draft_chains",
+        lambda **k: masks.draft_chains(*CHAINS, **k),
+        14,
+        lambda b, i, j: sees_chain(chains_in_order(*CHAINS)[i], chains_in_order(*CHAINS)[j]),
+        (False, 2),
     ),
     Family(
         "share_question",
@@ -376,6 +385,7 @@ def test_every_family_is_covered():
     others = {
         "Node",
         "block_diffusion_order",
+        "draft_chains_order",
         "draft_blocks",
     }  # the last has its own numbers of queries: test_drafts.py
     assert covered == support.FAMILIES.keys() == set(masks.__all__) - others - other_ways

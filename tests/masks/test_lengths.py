@@ -48,6 +48,7 @@ def test_a_block_of_any_size_is_a_whole_document(size: int) -> None:
         ("the number of tokens in lengths", lambda n: masks.blocks([1, n], [(0, n)])),
         ("the number of tokens in lengths", lambda n: masks.block_diffusion([3], 2, n)),
         ("the number of draft tokens", lambda n: masks.draft_blocks([3], [1], n)),
+        ("the number of tokens in lengths and depths", lambda n: masks.draft_chains([3], [1], [n])),
         ("the number of tokens in documents", lambda n: masks.tree([(1, [n, n])])),
         ("the number of tokens in documents", lambda n: masks.prefix_lm_document([(1, n)])),
         ("the number of tokens in lengths", lambda n: masks.padding([n])),
@@ -79,6 +80,7 @@ def test_symbolic_lengths_compile_once() -> None:
         "block_causal": lambda n: masks.block_causal([3, n - 3], n // 4),
         "block_diffusion": lambda n: masks.block_diffusion([3, n - 3], n // 4, 2, q_len=n),
         "draft_blocks": lambda n: masks.draft_blocks([3, n - 3], [1, 4, n - 2], n // 4),
+        "draft_chains": lambda n: masks.draft_chains([3, n - 3], [1, 4, n - 2], [2, n // 4, 1]),
         "document": lambda n: masks.document([3, 4], kv_len=n),
         "from_cu_seqlens": lambda n: masks.from_cu_seqlens([0, 3, n]),
         "causal_blockwise": lambda n: masks.causal_blockwise([2, 2, n - 4]),
@@ -87,7 +89,7 @@ def test_symbolic_lengths_compile_once() -> None:
         "share_question": lambda n: masks.share_question([(2, [2, n - 4])]),
         "random_eviction": masks.random_eviction,
     }
-    others = {"Node", "block_diffusion_order", "qk_sparse", "hash_sparse", "from_position_ids"}
+    others = {"Node", "block_diffusion_order", "draft_chains_order", "qk_sparse", "hash_sparse", "from_position_ids"}
     assert families.keys() | others == set(masks.__all__)
     counter = CompileCounter()
 

@@ -309,6 +309,12 @@ def _lengths(kv_len: int, parts: int) -> list[int]:
     return [b - a for a, b in zip([0, *cuts], [*cuts, kv_len], strict=True)]
 
 
+def _chains(tokens: int, drafts: int) -> tuple[list[int], list[int]]:
+    """Return anchors among `tokens`, and depths of up to three chains that sum to `drafts`."""
+    depths = _lengths(drafts, 3) if drafts else []
+    return [tokens // 5, tokens // 2, tokens - 1][: len(depths)], depths
+
+
 def _spans(lengths: list[int]) -> list[tuple[int, int]]:
     """Return two spans per document: its first third, and its last token."""
     ends = [sum(lengths[: k + 1]) for k in range(len(lengths))]
@@ -353,6 +359,9 @@ FAMILIES: dict[str, Callable[[int, int], FlashMask]] = {
     "block_diffusion": lambda n, m: (
         masks.block_diffusion(_lengths(n // 2, 3), max(1, n // 17), kv_len=n, q_len=m) if n > 1 else masks.tree([1])
     ),
+    "draft_chains": lambda n, m: masks.draft_chains(
+        _lengths(n - n // 4, 2), *_chains(n - n // 4, n // 4), kv_len=n, q_len=m
+    ),
     "share_question": lambda n, m: masks.share_question(_answers(n), q_len=m) if n > 1 else masks.tree([1]),
     "global_sliding_window": lambda n, m: masks.global_sliding_window(n, max(1, n // 16), max(1, n // 5), q_len=m),
     "causal_blockwise": lambda n, m: masks.causal_blockwise(_lengths(n, 4), q_len=m),
@@ -373,6 +382,7 @@ REPEATED = (
     "document",
     "block_causal",
     "block_diffusion",
+    "draft_chains",
     "share_question",
     "prefix_lm_causal",
     "qk_sparse",

@@ -1,0 +1,61 @@
+"""EAGLE-3's steps against attention over all keys under the rule of SpecForge, with documents."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from flashmask_hf import masks
+from flashmask_hf.drafts import eagle3_attention
+
+
+def steps_of(count: int, rows: int, width: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Return `count` tensors [2, 2, rows, width] that require gradients."""
+    generator = torch.Generator().manual_seed(count)
+    return [torch.randn(2, 2, rows, width, generator=generator).to(dtype).requires_grad_() for _ in range(count)]
+
+
+@pytest.mark.parametrize("later", [0, 1, 6])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_step_sees_documents_of_step_0_and_itself_in_later_steps(later: int, compiled: bool) -> None:
+    """The last tokens are padding, which sees itself alone; in step 0, nothing."""
+    mask, rows = masks.causal_document([9, 4, 3], kv_len=18), 18
+    q = torch.randn(2, 4, rows, 8, generator=torch.Generator().manual_seed(9)).double().requires_grad_()
+    keys, values = steps_of(later + 1, rows, 8), steps_of(later + 1, rows, 6)
+    visible = torch.cat([mask.to_dense()[0, 0], *[torch.eye(rows, dtype=torch.bool)] * later], 1)
+    want = scaled_dot_product_attention(
+        q, torch.cat(keys, 2), torch.cat(values, 2), attn_mask=visible, scale=0.3, enable_gqa=True
+    ).nan_to_num()
+    attend = torch.compile(eagle3_attention, backend="aot_eager", fullgraph=True) if compiled else eagle3_attention
+    got = attend(q, keys, values, mask, scale=0.3)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    upstream = torch.arange(got.numel(), dtype=torch.float64).view_as(got).sin()
+    upstream[:, :, 16:] *= later > 0
+    inputs = [q, *keys, *values]
+    for ours, theirs in zip(*(torch.autograd.grad((x * upstream).sum(), inputs) for x in (got, want)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_products_of_later_steps_are_summed_in_float32() -> None:
+    """A product of 256 ones exceeds what bfloat16 counts, 256, if it is summed there."""
+    q = torch.ones(1, 1, 1, 384, dtype=torch.bfloat16)
+    values = [torch.full((1, 1, 1, 1), x, dtype=torch.bfloat16) for x in (0.0, 1.0)]
+    later = q.clone()
+    later[..., 0] += 1 / 64  # rounds away in a sum of 384 in bfloat16
+    got = eagle3_attention(q, [q, later], values, masks.causal(1), scale=64.0)
+    assert got.item() == pytest.approx(torch.sigmoid(torch.tensor(1.0)).item(), abs=2**-8)
+    assert got.dtype == torch.bfloat16
+
+
+def test_wrong_steps_raise() -> None:
+    q, mask = torch.ones(1, 2, 3, 8), masks.causal(3)
+    with pytest.raises(ValueError, match=r"^keys has 0 steps; give as many values as keys, and at least step 0$"):
+        eagle3_attention(q, [], [], mask)
+    with pytest.raises(ValueError, match=r"^values has 1 steps; give as many values as keys"):
+        eagle3_attention(q, [q, q], [q], mask)
+    with pytest.raises(ValueError, match=r"^keys\[1\] has shape \[1, 2, 2, 8\], but keys\[0\] \[1, 2, 3, 8\]$"):
+        eagle3_attention(q, [q, q[:, :, 1:]], [q, q], mask)
+    with pytest.raises(ValueError, match=r"^q has 2 rows, but keys have 3; each row has a key in later steps$"):
+        eagle3_attention(q[:, :, 1:], [q, q], [q, q], mask)
