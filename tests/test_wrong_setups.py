@@ -612,7 +612,7 @@ def test_an_image_is_found_in_the_last_of_many_rows():
 WEIGHED = [{"role": "user", "content": "w5"}, {"role": "assistant", "content": "w6", "weight": 0}]
 # Options of a trainer with weights, and what the warning names
 WEIGHTS = {
-    "sft": ("sft", {"rows": [row | {"weight": 2.0} for row in TEXTS]}, "dataset has weight"),
+    "sft": ("sft", {"rows": [row | {"weights": 2.0} for row in TEXTS]}, "dataset has weights"),
     "sft, TRL packs": (
         "sft",
         {"rows": [row | {"weight": 2.0} for row in TEXTS], "packing": True},

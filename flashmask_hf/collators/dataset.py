@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from flashmask_hf._numbers import as_integer, check_bool
 from flashmask_hf.collators.bins import best_fit_decreasing
 from flashmask_hf.collators.documents import is_packed, pieces, read_documents, unread_documents
-from flashmask_hf.collators.labels import LABEL_COLUMNS, has_labels, read_labels
+from flashmask_hf.collators.labels import LABEL_COLUMNS, WEIGHT, has_labels, read_labels, read_weights
 from flashmask_hf.collators.packing import as_count, check_size, check_truncation_mode
 from flashmask_hf.collators.tries import learned_tokens, order_by_prefixes, pack_shared_rows
 from flashmask_hf.names import IGNORED, LABEL_WEIGHTS
@@ -30,7 +30,10 @@ _VERSION = 2
 
 _TOKEN_COLUMNS = ("input_ids", *LABEL_COLUMNS, "token_type_ids")
 
-_READ = (*_TOKEN_COLUMNS, "attention_mask")
+_GIVEN = (*_TOKEN_COLUMNS, WEIGHT)
+"""Columns that all examples of a dataset have, or none."""
+
+_READ = (*_GIVEN, "attention_mask")
 
 _EXAMPLE = "_example"
 """Column of a stream with its examples: Arrow would need one schema for all, also of columns that are not read."""
@@ -48,6 +51,7 @@ def pack_dataset(
     split: bool = False,
     truncation_mode: str = "error",
     completion_only_loss: bool | None = None,
+    loss_mean: str = "token",
     max_position_embeddings: int | None = None,
     batch_size: int | None = None,
     num_proc: int | None = None,
@@ -65,12 +69,15 @@ def pack_dataset(
 
     Args:
         dataset: tokenized examples with `input_ids`, and any of `labels`, `completion_mask`, `assistant_masks` and
-            `token_type_ids`, all lists of integers. Other columns are dropped, with a warning for weights. Columns that
-            `with_format(columns=...)` hides are not read.
+            `token_type_ids`, all lists of integers, and `weight`, a number or a list of one number per token. Other
+            columns are dropped, with a warning for other weights. Columns that `with_format(columns=...)` hides are not
+            read.
         max_length: maximum number of tokens of a document.
         split: cut a longer document into consecutive pieces, each a document of its own with positions from 0.
         truncation_mode: what to do with a longer document otherwise: "error", "keep_start" or "keep_end".
         completion_only_loss: as in `DataCollatorForPackedLanguageModeling`.
+        loss_mean: "token" counts each label as often as its weight says, or once. "example" divides that by the
+            example's number of labels, so that all examples without a weight, long or short, count the same.
         max_position_embeddings: the model's number of positions; a longer document raises. None skips the check.
         batch_size: number of examples packed together. Larger batches pack tighter, take more memory, and delay a
             stream's first row. None is 4,000 for a Dataset and 1,000 for an IterableDataset.
@@ -83,17 +90,18 @@ def pack_dataset(
     Returns:
         Dataset or IterableDataset: one example per row, in int32. `input_ids` is a list of documents, the last one
         empty; so are `labels`, if the examples have labels or masks, and `token_type_ids`, if the examples have them.
-        `seq_lengths` has the lengths of the documents. Rows without labels learn every token. With `share_prefixes`,
-        `input_ids` is a list of segments, then the parent of each segment, -1 for a root, then an empty list;
-        `label_weights`, float32, says how many examples learn each token, the last list empty; `seq_lengths` has the
-        lengths of the segments, and `example_lengths` the lengths of the examples.
+        `seq_lengths` has the lengths of the documents. Rows without labels learn every token. With weights, by `weight`
+        or `loss_mean`, or `share_prefixes`, `input_ids` is a list of segments, then the parent of each segment, -1 for
+        a root, then an empty list; `label_weights`, float32, is the sum of the weights with which examples learn each
+        token, the last list empty; `seq_lengths` has the lengths of the segments. With `share_prefixes`,
+        `example_lengths` has the lengths of the examples.
 
     Raises:
         TypeError: `dataset` is neither a Dataset nor an IterableDataset, or an argument or a column has another type.
         ValueError: an argument is out of range; the dataset is empty, already packed, has a transform, or has no
             labels; or an example is empty, too long or padded, has an empty completion, negative token ids, or columns
-            of different lengths, or, in a stream, lacks a column of the first one. With `share_prefixes`, also for
-            `split`, a column `token_type_ids`, and labels other than the token or -100.
+            of different lengths, or, in a stream, lacks a column of the first one. With weights or `share_prefixes`,
+            also for labels other than the token or -100; with `share_prefixes` for `split` and `token_type_ids`.
 
     Example:
         >>> dataset = Dataset.from_dict({"input_ids": [[1, 2, 3], [4, 5], [6], [7, 8]]})
@@ -116,6 +124,8 @@ def pack_dataset(
     batch_size = as_integer("batch_size", default if batch_size is None else batch_size, 1)
     num_proc = as_count("num_proc", num_proc)
     max_position_embeddings = as_count("max_position_embeddings", max_position_embeddings)
+    if loss_mean not in ("token", "example"):
+        raise ValueError(f"loss_mean must be 'token' or 'example', got {loss_mean!r}")
     row_length = max_length if row_length is None else row_length
     row_length = as_integer("row_length", row_length, max_length, why="max_length, as an example must fit a row")
     check_bool("share_prefixes", share_prefixes)
@@ -134,7 +144,7 @@ def pack_dataset(
     if "input_ids" not in first:
         raise ValueError(f"dataset has no input_ids column; tokenize it first. Its columns: {', '.join(first)}")
     _refuse_packed(first, "dataset")
-    warn_of_weights(first, "dataset")
+    warn_of_weights(first, "dataset", read=WEIGHT)
     if share_prefixes and first.get("token_type_ids") is not None:
         problem = "the column token_type_ids may differ in a shared prefix; remove it, or leave share_prefixes out"
         raise ValueError(f"share_prefixes=True: {problem}")
@@ -145,10 +155,11 @@ def pack_dataset(
         "with_indices": True,
         "batch_size": batch_size,
         "fn_kwargs": {
-            "given": [name for name in _TOKEN_COLUMNS if name in first and not (streamed and first[name] is None)],
+            "given": [name for name in _GIVEN if name in first and not (streamed and first[name] is None)],
             "max_length": max_length,
             "mode": "split" if split else truncation_mode,
             "completion_only_loss": completion_only_loss,
+            "loss_mean": loss_mean,
             "max_position_embeddings": max_position_embeddings,
             "row_length": row_length,
             "share_prefixes": share_prefixes,
@@ -207,18 +218,16 @@ def refuse_transform(dataset: Any, name: str) -> None:
         raise ValueError(f"{name} has a transform (with_transform); apply it with dataset.map(...) before")
 
 
-def warn_of_weights(example: Mapping[str, Any], name: str) -> None:
-    """Warn of weights in a dataset's first example, because nothing reads them."""
-    weights = [column for column in example if _WEIGHTS.fullmatch(column)]
+def warn_of_weights(example: Mapping[str, Any], name: str, read: str | None = None) -> None:
+    """Warn of weights in a dataset's first example that nothing reads: all except the column `read`."""
+    weights = [column for column in example if _WEIGHTS.fullmatch(column) and column != read]
     for column, value in example.items():
         turn = value[0] if isinstance(value, list) and value else None
         if isinstance(turn, Mapping):
             weights += [f"{column}[...][{key!r}]" for key in turn if _WEIGHTS.fullmatch(str(key))]
     if weights:
-        _warn(
-            f"{name} has {', '.join(weights)}, which nothing reads. Repeat or leave out examples, give turns labels of "
-            "-100, or remove it."
-        )
+        way = f"Name it {read}" if read else "Repeat or leave out examples"
+        _warn(f"{name} has {', '.join(weights)}, which nothing reads. {way}, give turns labels of -100, or remove it.")
 
 
 def _warn_of_losses(lengths: NDArray[np.int64], max_length: int, mode: str, count: int, packed: int) -> None:
@@ -303,6 +312,7 @@ def _pack(
     max_length: int,
     mode: str,
     completion_only_loss: bool | None,
+    loss_mean: str,
     max_position_embeddings: int | None,
     row_length: int,
     share_prefixes: bool,
@@ -312,29 +322,34 @@ def _pack(
     """Pack examples with the columns `given`; only the cache of `Dataset.map` reads `version`."""
     lengths: list[int] = []
     sizes: list[int] = []
-    documents: list[dict[str, NDArray[np.int32]]] = []
-    weights: list[NDArray[Any]] = []  # of labels of prefixes that are shared
-    columns: dict[str, NDArray[np.int32]] = {}
+    weighs = share_prefixes or loss_mean == "example" or WEIGHT in given
+    documents: list[dict[str, NDArray[Any]]] = []
+    weights: list[NDArray[Any]] = []
+    columns: dict[str, NDArray[Any]] = {}
     count = 0
     for example, name in zip(examples, names, strict=True):
         columns = _read(example, name, given, completion_only_loss)
         lengths.append(len(columns["input_ids"]))
-        for piece in pieces(lengths[-1], max_length, mode, name):
+        cuts = pieces(lengths[-1], max_length, mode, name)
+        labels = columns.get("labels", columns["input_ids"])
+        learned = sum(int((labels[cut][1:] != IGNORED).sum()) for cut in cuts) if loss_mean == "example" else 1
+        for piece in cuts:
             document = {column: values[piece] for column, values in columns.items()}
             size = len(document["input_ids"])
             check_size(name, size, size, None, max_position_embeddings)
             count += 1
             if "labels" not in document or has_labels(document["labels"]):
                 documents.append(document)
-                if share_prefixes:
-                    weights.append(learned_tokens(document, name))
+                if weighs:
+                    weights.append(learned_tokens(document, name) * document.get(WEIGHT, 1) / max(learned, 1))
                 sizes.append(size)
     if warns:
         _warn_of_losses(np.array(lengths), max_length, mode, count, len(documents))
     if sum(sizes) >= 2**31:
         raise ValueError(f"batch_size packs {sum(sizes)} tokens together, more than 2**31 - 1; make it smaller")
-    if share_prefixes:
-        packed = pack_shared_rows([document["input_ids"] for document in documents], weights, row_length)
+    if weighs:
+        sequences = [document["input_ids"] for document in documents]
+        packed = pack_shared_rows(sequences, weights, row_length, share=share_prefixes)
     else:
         rows = best_fit_decreasing(sizes, row_length)
         packed = {column: [[documents[index][column] for index in row] for row in rows] for column in columns}
@@ -356,10 +371,10 @@ def _array(name: str, rows: Sequence[Sequence[Any]]) -> pa.Array:
 
 def _read(
     example: Mapping[str, Any], name: str, given: Sequence[str], completion_only_loss: bool | None
-) -> dict[str, NDArray[np.int32]]:
-    """Return the columns of an example that rows have, int32 [n] each."""
+) -> dict[str, NDArray[Any]]:
+    """Return the columns of an example that rows have, int32 [n] each, and its `weight`, if any, float32 [n]."""
     present = {column: value for column, value in example.items() if value is not None}
-    for column in _TOKEN_COLUMNS:
+    for column in _GIVEN:
         if (column in present) != (column in given):
             which = "has" if column in present else "lacks"
             raise ValueError(f"{name} {which} {column}, unlike other examples; give it to all examples, or to none")
@@ -374,4 +389,7 @@ def _read(
         elif values.min() < -(2**31) or values.max() >= 2**31:
             raise ValueError(f"{column} of {name} must fit into int32, got {values.min()}..{values.max()}")
         columns[column] = values.astype(np.int32, copy=False)
+    if WEIGHT in present:
+        labels = columns.get("labels", columns["input_ids"])
+        columns["labels"], columns[WEIGHT] = read_weights(present[WEIGHT], labels, name)
     return columns

@@ -1,4 +1,4 @@
-"""Labels of packed documents, made from the columns that select the tokens to learn."""
+"""Labels of packed documents and their weights, made from the columns that select and weigh the tokens to learn."""
 
 from __future__ import annotations
 
@@ -15,6 +15,12 @@ MASK_COLUMNS = ("completion_mask", "assistant_masks")
 
 LABEL_COLUMNS = ("labels", *MASK_COLUMNS)
 """Columns that mark the tokens to learn."""
+
+WEIGHT = "weight"
+"""Column with the weight of an example, or one weight per token."""
+
+_MAX_WEIGHT = 1e20
+"""Largest absolute value of a weight: float32 holds the sum of 10**18 such weights."""
 
 
 def read_labels(
@@ -38,6 +44,37 @@ def read_labels(
         way = "dataset.filter(lambda example: any(example['completion_mask']))"
         raise ValueError(f"{name} has an empty completion (completion_mask is 0 everywhere); remove it: {way}")
     return np.where(np.all(list(masks.values()), axis=0), input_ids, IGNORED) if masks else None
+
+
+def read_weights(value: Any, labels: NDArray[Any], name: str) -> tuple[NDArray[Any], NDArray[np.float32]]:
+    """Return the labels of an example whose weight is not 0, and the weights, 0 without a label.
+
+    Args:
+        value: a number, or a sequence of one number per token.
+        labels: integers [n].
+        name: name of the example.
+
+    Returns:
+        the labels, [n] in their dtype, and float32 [n].
+
+    Raises:
+        TypeError: `value` is something else.
+        ValueError: a number is not finite or over 1e20, or the numbers and the tokens are not one to one.
+    """
+    try:
+        given = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError):  # ragged lists, and tensors that NumPy cannot hold
+        given = np.array(None)
+    if given.ndim > 1 or given.dtype.kind not in "iuf":
+        raise TypeError(f"weight of {name} must be a number, or one number per token, got {value!r:.60}; correct it")
+    if given.ndim and len(given) != len(labels):
+        problem = f"weight of {name} has {len(given)} entries, but its input_ids have {len(labels)}"
+        raise ValueError(f"{problem}; give one number per token, or one number")
+    wrong = given[~(np.abs(given) <= _MAX_WEIGHT)]  # also NaN
+    if wrong.size:
+        raise ValueError(f"weight of {name} must be finite and at most 1e20, got {wrong[0]}; correct or remove it")
+    weights = np.where(labels == IGNORED, 0, given).astype(np.float32)
+    return np.where(weights == 0, IGNORED, labels).astype(labels.dtype), weights
 
 
 def has_labels(labels: NDArray[Any]) -> bool:

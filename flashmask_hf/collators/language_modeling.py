@@ -14,7 +14,7 @@ from torch import Tensor
 from flashmask_hf.collators.columns import example_names
 from flashmask_hf.collators.documents import is_packed, pieces, read_documents
 from flashmask_hf.collators.forest import Forest
-from flashmask_hf.collators.labels import LABEL_COLUMNS, has_labels, read_labels
+from flashmask_hf.collators.labels import LABEL_COLUMNS, WEIGHT, has_labels, read_labels, read_weights
 from flashmask_hf.collators.packing import PackedRows, PackingCollator, check_truncation_mode
 from flashmask_hf.collators.tries import read_shared_row, shares_prefixes
 from flashmask_hf.names import EXAMPLE_TOKENS, IGNORED, LABEL_WEIGHTS
@@ -29,6 +29,10 @@ class DataCollatorForPackedLanguageModeling(PackingCollator):
     * `labels`, unchanged (None raises);
     * the `input_ids` of the tokens that `assistant_masks` and `completion_mask` select (0 or 1 per token);
     * all `input_ids`, with a warning, once, because a trainer may have removed the masks.
+
+    A `weight`, a number or a sequence of one per token, is a factor of the losses of these labels, negative ones too;
+    a token of weight 0 is not learned. `PackedSFTTrainer` reads weights; in other trainers, models with attention
+    "flashmask" raise.
 
     The first token of a document is never a label. A warning, once, counts the examples of a batch without a label.
 
@@ -152,6 +156,9 @@ class DataCollatorForPackedLanguageModeling(PackingCollator):
             raise ValueError(f"completion_only_loss=False comes too late for {name}, labelled; pass it to pack_dataset")
         labels = read_labels(given, input_ids, self.completion_only_loss, name)
         labels = input_ids if labels is None else labels
+        weights = None
+        if WEIGHT in example:
+            labels, weights = read_weights(example[WEIGHT], labels, name)
         tokens = len(input_ids)
         if len(lengths) > 1 and self.max_length is not None and tokens > self.max_length:
             problem = f"{name} is a packed row of {tokens} tokens, longer than max_length {self.max_length}"
@@ -163,7 +170,8 @@ class DataCollatorForPackedLanguageModeling(PackingCollator):
                 "truncation_mode, or use pack_dataset, which leaves such examples out"
             )
         input_ids, labels = input_ids[kept], labels[kept]
-        return Forest.from_documents(input_ids, np.minimum(lengths, len(input_ids))), labels, None
+        weights = None if weights is None else weights[kept]
+        return Forest.from_documents(input_ids, np.minimum(lengths, len(input_ids))), labels, weights
 
 
 def _says_what_to_learn(example: Mapping[str, Any]) -> bool:

@@ -1,7 +1,7 @@
-"""Rows of examples that share prefixes: each token is computed once, and counts as often as examples learn it.
+"""Rows with weights of labels, of examples that may share prefixes: then each token is computed once.
 
-A row of `pack_dataset(share_prefixes=True)` has the segments of its tries in `input_ids`, then a list of each segment's
-parent, -1 for a root, then an empty list. So collators of documents raise: -1 is no token id.
+Such a row of `pack_dataset` has the segments of its tries in `input_ids`, then a list of each segment's parent, -1 for
+a root, then an empty list. So collators of documents raise: -1 is no token id.
 """
 
 from __future__ import annotations
@@ -73,34 +73,48 @@ def learned_tokens(example: Mapping[str, NDArray[Any]], name: str) -> NDArray[np
     other = np.flatnonzero(learned & (labels != example["input_ids"]))
     if other.size:
         problem = f"label {other[0]} of {name} is neither its token nor {IGNORED}"
-        raise ValueError(f"{problem}, which share_prefixes=True needs; correct it, or leave share_prefixes out")
+        raise ValueError(f"{problem}, which weights and share_prefixes need; correct it, or leave these out")
     return learned
 
 
 def pack_shared_rows(
-    sequences: Sequence[NDArray[Any]], weights: Sequence[NDArray[Any]], row_length: int
+    sequences: Sequence[NDArray[Any]], weights: Sequence[NDArray[Any]], row_length: int, *, share: bool = True
 ) -> dict[str, list[list[Any]]]:
-    """Pack sequences into rows of tries.
+    """Pack sequences into rows of tries, or, without `share`, of sequences.
+
+    Sequences whose weights of one token have unlike signs do not share it: a sum would lose their absolute values.
 
     Args:
         sequences: token ids, integers [n] each with n in 1..row_length.
         weights: what the label at each token counts, [n] each; nothing predicts a first token.
         row_length: maximum number of tokens of a row.
+        share: whether sequences share prefixes.
 
     Returns:
         dict[str, list[list[Any]]]: of each row, `input_ids`, the token ids of its segments, then their parents;
-        `label_weights`, for each segment the sum of the weights of each token, float32; and `seq_lengths` and
-        `example_lengths`, the lengths of its segments and of its sequences.
+        `label_weights`, for each segment the sum of the weights of each token, float32; `seq_lengths`, the lengths of
+        its segments; and with `share` `example_lengths`, the lengths of its sequences.
     """
     trees: list[tuple[Forest, NDArray[np.float32], list[int]]] = []
-    for group in cut_tries(sequences, row_length):
+    groups = cut_tries(sequences, row_length) if share else [[index] for index in range(len(sequences))]
+    groups.reverse()
+    while groups:
+        group = groups.pop()
         (trie,), leaves = share_prefixes([sequences[index] for index in group])
-        sums = np.zeros(len(trie.tokens))
+        sums, sizes = np.zeros((2, len(trie.tokens)))
         for index, (_, segment) in zip(group, leaves, strict=True):
-            sums[trie.path(segment)[1:]] += weights[index][1:]
+            path = trie.path(segment)[1:]
+            sums[path] += weights[index][1:]
+            sizes[path] += np.abs(weights[index][1:])
+        if (np.abs(sums) != sizes).any():
+            negative = [index for index in group if weights[index].min() < 0]
+            others = [index for index in group if index not in negative]
+            groups += [negative, others] if others else [[index] for index in negative]
+            continue
         tree, places = learn_once(trie)
         learned = np.where(places < 0, 0, sums[places]).astype(np.float32)
         trees.append((tree, learned, [len(sequences[index]) for index in group]))
+    names = _COLUMNS if share else _COLUMNS[:-1]
     rows: list[dict[str, list[Any]]] = []
     for chosen in best_fit_decreasing([len(tree.tokens) for tree, _, _ in trees], row_length):
         row: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
@@ -114,11 +128,11 @@ def pack_shared_rows(
             row["example_lengths"] += lengths
         row["input_ids"].append(np.array(parents))
         rows.append(row)
-    return {name: [row[name] for row in rows] for name in _COLUMNS}
+    return {name: [row[name] for row in rows] for name in names}
 
 
 def shares_prefixes(values: Any) -> bool:
-    """Return whether `input_ids` are of a row of `pack_dataset(share_prefixes=True)`."""
+    """Return whether `input_ids` are of a row of `pack_shared_rows`."""
     return is_packed(values) and len(values) > 2 and len(values[-2]) > 0 and values[-2][0] == -1
 
 
@@ -130,7 +144,7 @@ def read_shared_row(example: Mapping[str, Any], name: str) -> tuple[Forest, NDAr
     """
     *segments, parents = (as_integers(part, f"input_ids of {name}") for part in example["input_ids"][:-1])
     if example.get(LABEL_WEIGHTS) is None:
-        problem = f"{name} shares prefixes, but has no {LABEL_WEIGHTS}, which a trainer may have removed"
+        problem = f"{name} has no {LABEL_WEIGHTS}, which a trainer may have removed"
         raise ValueError(f"{problem}; use PackedSFTTrainer, or set remove_unused_columns=False")
     weights = [np.asarray(part, dtype=np.float32) for part in example[LABEL_WEIGHTS][:-1]]
     if [len(own) for own in weights] != [len(own) for own in segments]:

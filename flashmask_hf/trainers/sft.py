@@ -15,7 +15,7 @@ from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
 from flashmask_hf.collators.dataset import first_row, pack_dataset, unformatted, warn_of_weights
-from flashmask_hf.collators.labels import MASK_COLUMNS
+from flashmask_hf.collators.labels import MASK_COLUMNS, WEIGHT
 from flashmask_hf.collators.language_modeling import DataCollatorForPackedLanguageModeling
 from flashmask_hf.hf.packed.rows import check_compiled, check_layers, drop_padding_from_router_logits
 from flashmask_hf.names import EXAMPLE_TOKENS, FLASHMASK, LABEL_WEIGHTS, VECTORS
@@ -54,6 +54,12 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
     several ranks, calls without images run the image tower on a blank image, so that each rank takes part in FSDP's
     collectives.
 
+    > Weights
+
+    In a dataset with a column `weight`, a number or one number per token, the loss is sum(w * nll) / sum(abs(w)) over
+    an optimizer step on all ranks, for any scale of weights. A negative weight lowers probabilities. Means of entropy
+    and accuracy count a token abs(w) times. The auxiliary loss of a mixture of experts has no weights.
+
     > Attention
 
     A model loaded by name gets "flashmask", unless `args.model_init_kwargs` names another attention. A model object
@@ -80,6 +86,8 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
         row_length: maximum number of tokens of a row, at least `max_length`; None is `max_length`.
         share_prefixes: compute tokens that several examples of a row begin with once, as `pack_dataset` does. Loss,
             gradients and metrics stay the same as unpacked; dropout draws once for a shared token.
+        loss_mean: "token" is TRL's mean over the tokens of an optimizer step. "example" is the mean over examples of
+            each example's mean, so that every conversation counts the same.
 
     Raises:
         TypeError: `args`, `data_collator` or a tokenized column has the wrong type.
@@ -122,6 +130,7 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
         split: bool = False,
         row_length: int | None = None,
         share_prefixes: bool = False,
+        loss_mean: str = "token",
         **kwargs: Any,
     ):
         args = prepared_arguments(args, model, peft_config, SFTConfig, SFTConfig)
@@ -139,13 +148,17 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
         self._packs_images = packs_images(train_dataset, config)
         datasets = text_datasets(train_dataset, eval_dataset, images=self._packs_images)
         formatting_func, given_collator = kwargs.get("formatting_func"), data_collator
-        own = {"row_length": row_length is not None, "share_prefixes": share_prefixes}
-        if any(own.values()) and (self._packs_images or _trl_packs(args)):
+        self._reads_weights = share_prefixes or loss_mean == "example"
+        own = {
+            "row_length": row_length is not None,
+            "share_prefixes": share_prefixes,
+            "loss_mean": loss_mean != "token",
+        }
+        if any(own.values()) and (self._packs_images or _trl_packs(args) or not _prepares_rows(args)):
             name = next(name for name, is_set in own.items() if is_set)
-            raise ValueError(
-                f"{name} needs rows of text that this trainer packs; leave it, images or TRL's packing out"
-            )
-        if share_prefixes:
+            way = "leave it, images, TRL's packing or skip_prepare_dataset out"
+            raise ValueError(f"{name} needs rows of text that this trainer packs; {way}")
+        if self._reads_weights:
             check_weighing(args, kwargs.get("compute_loss_func"))
         if self._packs_images:
             check_image_options(args, parts=parts, split=split, formatting_func=formatting_func)
@@ -165,7 +178,7 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
             )
             data_collator = pad_for_parts(collator, parts)
         self._packing_options: dict[str, Any] = {"max_position_embeddings": max_position_embeddings, "split": split}
-        self._packing_options |= {"row_length": row_length, "share_prefixes": share_prefixes}
+        self._packing_options |= {"row_length": row_length, "share_prefixes": share_prefixes, "loss_mean": loss_mean}
         self._formatting = formatting_func
         with flashmask_policy(model, args):
             super().__init__(model, args, data_collator, *datasets, processing_class, peft_config=peft_config, **kwargs)
@@ -181,6 +194,8 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
         if self._packs_images:
             self._start_images(given_collator, max_position_embeddings, max_image_tokens)
         check_prepared(self, by_length=_prepares_rows(args) and not _trl_packs(args))
+        if self._reads_weights:
+            self._start_weighing()
 
     def _prepare_dataset(
         self, dataset: Any, processing_class: Any, args: Any, packing: bool, formatting_func: Any, dataset_name: str
@@ -199,6 +214,9 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
             if "seq_lengths" in first:
                 return dataset  # packed already; TRL would join its rows' documents
             return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
+        self._reads_weights |= WEIGHT in first or LABEL_WEIGHTS in first
+        if "seq_lengths" in first and self._packing_options["loss_mean"] == "example":
+            raise ValueError(f"loss_mean='example' is too late for packed {dataset_name} rows; pass it to pack_dataset")
         if args.completion_only_loss and not args.assistant_only_loss and formatting_func is None:
             check_completions(first, dataset_name)
         untruncated = copy.copy(args)
@@ -225,7 +243,7 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
         super()._set_signature_columns_if_needed()
         if not _trl_packs(self.args):  # of rows packed elsewhere
             read = self._signature_columns
-            names = ("position_ids", *MASK_COLUMNS, LABEL_WEIGHTS, "example_lengths")
+            names = ("position_ids", *MASK_COLUMNS, WEIGHT, LABEL_WEIGHTS, "example_lengths")
             read += [name for name in names if name not in read]
 
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 from accelerate import PartialState
 from datasets import Dataset, IterableDataset
 
-from flashmask_hf.collators.dataset import first_row, unformatted
+from flashmask_hf.collators.dataset import first_row, unformatted, warn_of_weights
 from flashmask_hf.collators.rope_index import rope_index_of
 from flashmask_hf.collators.vision import DataCollatorForPackedVisionLanguageModeling
 from flashmask_hf.hf.models import unwrap_peft
@@ -107,6 +107,7 @@ class ImagesMixin:
         if EXAMPLES in first:
             return dataset  # packed already
         check_columns(dataset, first, args.dataset_text_field, False, name)
+        warn_of_weights(first, f"the {name} dataset")
         for column in _UNREAD:
             if first.get(column):
                 problem = f"the {name} dataset has a column {column}, which TRL does not read with images"

@@ -66,7 +66,7 @@ def paths(batch, row):
 
 @settings(max_examples=60)
 @given(
-    st.lists(st.tuples(TOKENS, st.lists(st.booleans(), min_size=7, max_size=7)), min_size=1, max_size=8),
+    st.lists(st.tuples(TOKENS, st.lists(st.sampled_from((0, 1, -2)), min_size=7, max_size=7)), min_size=1, max_size=8),
     st.integers(7, 20),
 )
 def test_every_label_is_learned_after_its_own_beginning_as_often_as_by_the_examples(examples, row_length):
@@ -77,7 +77,7 @@ def test_every_label_is_learned_after_its_own_beginning_as_often_as_by_the_examp
         for end in range(1, len(row)):
             if own[end]:
                 beginning = tuple(row[: end + 1].tolist())
-                want[beginning] = want.get(beginning, 0) + 1
+                want[beginning] = want.get(beginning, 0) + own[end]
     packed = pack_shared_rows(sequences, weights, row_length)
     assert sorted(chain(*packed["example_lengths"])) == sorted(map(len, sequences))
     rows = [dict(zip(packed, (*row,), strict=True)) for row in zip(*packed.values(), strict=True)]
@@ -99,6 +99,7 @@ def test_every_label_is_learned_after_its_own_beginning_as_often_as_by_the_examp
             else:
                 assert labels[at] == IGNORED
     assert got == want
+    assert batch[LABEL_WEIGHTS].abs().sum() == sum(np.abs(own[1:]).sum() for own in weights)
     assert batch[EXAMPLE_TOKENS].sum() == sum(map(len, sequences))
 
 

@@ -64,7 +64,9 @@ def examples() -> Dataset:
     return Dataset.from_list(rows)
 
 
-def trainer_of(group: Any, name: str, model: Any, peft_config: Any = None, **changes: Any) -> PackedSFTTrainer:
+def trainer_of(
+    group: Any, name: str, model: Any, peft_config: Any = None, data: Any = None, **changes: Any
+) -> PackedSFTTrainer:
     size = group.size()
     settings = trainer_settings(FOLDER / f"{name}-{size}") | {
         "max_steps": 4,
@@ -84,7 +86,7 @@ def trainer_of(group: Any, name: str, model: Any, peft_config: Any = None, **cha
     if size > 1 and "parallelism_config" not in changes:
         use_fsdp_on_cpu()
         settings["parallelism_config"] = ParallelismConfig(cp_size=2, dp_shard_size=size // 2)
-    data = examples()
+    data = examples() if data is None else data
     return PackedSFTTrainer(
         model,
         SFTConfig(**settings | changes),
@@ -154,6 +156,16 @@ def adapter(group: Any) -> dict[str, Any]:
     trainer = trainer_of(group, "adapter", model_of("mistral", 8, 1), config, max_steps=2)
     trainer.train()
     return outcome(trainer, group, "adapter")
+
+
+def weighed(group: Any) -> dict[str, Any]:
+    """Weights of tokens, some negative, whose sums in a step and in an evaluation are below 1."""
+    data = examples().map(lambda row: {"weight": [(token % 5 - 1) * 1e-4 for token in row["input_ids"]]})
+    options = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    with counted_time():
+        trainer = trainer_of(group, "weighed", model_of("llama", 8, 4), data=data, **options)
+        trainer.train()
+    return outcome(trainer, group, "weighed")
 
 
 SAVED = {
@@ -259,6 +271,7 @@ CASES = {
     "full": full,
     "tensor parallel": tensor_parallel,
     "adapter": adapter,
+    "weighed": weighed,
     "uninterrupted": uninterrupted,
     "resumed": resumed,
     "long_rows": long_rows,

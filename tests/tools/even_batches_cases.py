@@ -79,6 +79,22 @@ def evaluated(data: Any, **options: Any) -> Any:
     return case
 
 
+def weighed(group: Any) -> dict[str, Any]:
+    """Weights of tokens, some negative, whose sum in a step is below 1. Each step has all 12 rows of one document."""
+    rows = [document for document in DOCUMENTS if len(document) > 8][:12]
+    weights = [[(token % 5 - 1) * (index % 3 + 1) / 1e4 for token in row] for index, row in enumerate(rows)]
+    trainer = trainer_of(
+        Dataset.from_dict({"input_ids": rows, "weight": weights}),
+        per_device_train_batch_size=4 // group.size(),
+        gradient_accumulation_steps=3,
+        learning_rate=0.5,
+        optim="sgd",
+    )
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return {name: [entry[name] for entry in logs] for name in ("loss", "grad_norm", "mean_token_accuracy", "entropy")}
+
+
 def pairs(shards: list[int]) -> Any:
     """Yield the preference rows of some shards, each the number of its rows."""
     for count in shards:
@@ -151,6 +167,7 @@ CASES = {
     "train, one shard": trained(60),
     "train, three shards": trained(20, 30, 10),
     "train, accumulation": trained(38, 22, steps=3),
+    "weighed": weighed,
     "evaluate, shards of unequal rows": evaluated(lambda: stream(50, 10)),
     "evaluate, three shards": evaluated(lambda: stream(20, 30, 10)),
     "evaluate, one row": evaluated(lambda: whole(1)),

@@ -33,7 +33,7 @@ pytestmark = TRAINER_WARNINGS
 SIZES = (1, 2, 4)
 
 
-FULL = {"compiled", "uninterrupted", "resumed", "full-4"}
+FULL = {"compiled", "uninterrupted", "resumed", "weighed", "full-4"}
 """Cases, and a case in groups of 4, that make test leaves out."""
 
 
@@ -67,7 +67,7 @@ def test_training_is_that_of_one_process(found, size, name):
         assert got[key] == pytest.approx(want[key], rel=bound)
     steps = 4 if name == "full" else 2
     assert len(got["loss"]) == steps
-    assert len(got["eval_loss"]) == {"full": 2, "tensor parallel": 1}.get(name, 0)
+    assert len(got["eval_loss"]) == {"full": 2, "tensor parallel": 1, "weighed": 1}.get(name, 0)
     if size == 2:  # four processes have two batches at a time, whose means are averaged
         assert got["eval_entropy"] == pytest.approx(want["eval_entropy"], rel=bound)
     assert min(want["grad_norm"]) > CLIPPED

@@ -51,6 +51,14 @@ def test_evaluation_on_several_processes_reads_every_row_once(found, name):
 
 
 @pytest.mark.full
+def test_weights_of_labels_are_divided_by_the_sum_of_all_processes(found):
+    want, got = result(found, 1, "weighed"), result(found, 2, "weighed")
+    for key in ("loss", "grad_norm"):
+        assert len(want[key]) == 3
+        assert got[key] == pytest.approx(want[key], rel=1e-5)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["dpo", "reward"])
 def test_a_stream_of_pairs_trains_on_several_processes(found, name):
     outcome = result(found, 2, name)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -15,7 +15,7 @@ from tools.tiny import CHECKPOINTING, TRAINER_WARNINGS, VOCAB, llama_config, tra
 from transformers import AutoModelForCausalLM
 from trl import SFTConfig, SFTTrainer
 
-from flashmask_hf.collators import DataCollatorForPackedLanguageModeling
+from flashmask_hf.collators import DataCollatorForPackedLanguageModeling, pack_dataset
 from flashmask_hf.trainers import PackedSFTTrainer, weighing
 
 pytestmark = TRAINER_WARNINGS
@@ -25,33 +25,22 @@ BOUND = 5e-6
 """Largest relative error of a step's loss and gradient, float32; 1e-6 is measured."""
 
 
-@dataclass
-class TokenWeights(DataCollatorForPackedLanguageModeling):
-    """Collator whose labels weigh what a table says of their token, float32 [VOCAB]."""
-
-    table: Any = None
-
-    def __call__(self, examples):
-        batch = super().__call__(examples)
-        weights = self.table[batch["input_ids"]] * batch["labels"].ne(-100)
-        return batch | {"label_weights": weights}
-
-
 def model_of(attention: str) -> Any:
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(llama_config(initializer_range=0.3), attn_implementation=attention)
 
 
-def trainer_of(kind, path, data, collator=None, peft_config=None, **options):
+def trainer_of(kind, path, columns, peft_config=None, extra=None, **options):
     settings = {"max_steps": 1, "optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant"}
-    settings |= {"max_grad_norm": 0.0, "max_length": 16, "completion_only_loss": False}
+    settings |= {"max_grad_norm": 0.0, "max_length": 16, "per_device_train_batch_size": 1000}
+    settings["completion_only_loss"] = "completion_mask" in columns
     return kind(
         model_of("eager" if kind is SFTTrainer else "flashmask"),
         SFTConfig(**trainer_settings(path) | settings | options),
-        collator,
-        train_dataset=Dataset.from_dict({"input_ids": data}),
+        train_dataset=Dataset.from_dict(columns),
         processing_class=word_tokenizer(),
         peft_config=peft_config,
+        **extra or {},
     )
 
 
@@ -84,37 +73,54 @@ def assert_same(gradient, expected):
     assert (error / sum(x.double().square().sum() for x in expected.values())).sqrt() < BOUND
 
 
-def drawn(seed=0):
-    return torch.rand(VOCAB, generator=torch.Generator().manual_seed(seed))
+MASKS = [[0] * (i % 3) + [1] * (len(tokens) - i % 3) for i, tokens in enumerate(DOCUMENTS)]
+GENERATOR = np.random.default_rng(0)
+PER_TOKEN = [GENERATOR.random(len(tokens)) for tokens in DOCUMENTS]
+PER_EXAMPLE = GENERATOR.random(len(DOCUMENTS)) + 0.1
+LEARNED = [sum(mask[1:]) for mask in MASKS]
 
-
-TABLES = {
-    "positive": drawn() + 0.1,
-    "tiny": (drawn() + 0.1) * 1e-4,
-    "negative, too": drawn() - 0.4,
-    "zeros": (drawn() - 0.5).clamp(min=0),
+KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "per token": (PER_TOKEN, PER_TOKEN, {}),
+    "per token, tiny": ([own * 1e-4 for own in PER_TOKEN], PER_TOKEN, {}),
+    "per token, negative ones": ([own - 0.4 for own in PER_TOKEN], [own - 0.4 for own in PER_TOKEN], {}),
+    "per token, zeros": ([own * (own > 0.5) for own in PER_TOKEN], [own * (own > 0.5) for own in PER_TOKEN], {}),
+    "per example": (PER_EXAMPLE, PER_EXAMPLE, {}),
+    "per example, negative ones": (0.4 - PER_EXAMPLE, 0.4 - PER_EXAMPLE, {}),
+    "examples count the same": (None, 1 / np.array(LEARNED), {"loss_mean": "example"}),
+    "examples count their weight": (PER_EXAMPLE, PER_EXAMPLE / LEARNED, {"loss_mean": "example"}),
 }
+"""The column `weight`, what labels count in the loop, and options of the trainer."""
+
+BATCHES = {"one batch": {}, "accumulation": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 20}}
 
 
-@pytest.mark.parametrize("accumulation", [{}, {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 20}])
-@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
-def test_a_step_is_that_of_a_loop_over_examples(table, accumulation, tmp_path):
-    """Batches of uneven numbers of labels."""
-    options = {"per_device_train_batch_size": 20} | accumulation
-    log, gradient = step(trainer_of(PackedSFTTrainer, tmp_path, DOCUMENTS, TokenWeights(table=table), **options))
-    loss, expected = loop(model_of("eager"), DOCUMENTS, [table[tokens] for tokens in DOCUMENTS])
+def columns_of(weights: Any) -> dict[str, Any]:
+    columns = {"input_ids": DOCUMENTS, "completion_mask": MASKS}
+    return columns if weights is None else columns | {"weight": weights}
+
+
+def expected_of(counted: Any, model: Any = None) -> tuple[float, dict[str, torch.Tensor]]:
+    weights = [torch.tensor(np.multiply(mask, own)) for mask, own in zip(MASKS, counted, strict=True)]
+    return loop(model or model_of("eager"), DOCUMENTS, weights)
+
+
+@pytest.mark.parametrize("batches", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize(("weights", "counted", "extra"), KINDS.values(), ids=KINDS)
+def test_a_step_is_that_of_a_loop_over_examples(weights, counted, extra, batches, tmp_path):
+    """Rows of uneven numbers of labels."""
+    log, gradient = step(trainer_of(PackedSFTTrainer, tmp_path, columns_of(weights), extra=extra, **batches))
+    loss, expected = expected_of(counted)
     assert log["loss"] == pytest.approx(loss, rel=BOUND)
     assert_same(gradient, expected)
 
 
 def test_a_weight_is_a_number_of_equal_examples(tmp_path):
     """Loss, gradient, accuracy and entropy are those of stock TRL on examples that are repeated."""
-    counts = torch.arange(VOCAB) % 4
     data = [[first, last] for first in (5, 6, 7, 8, 9) for last in range(3, VOCAB)]
-    repeated = [document for document in data for _ in range(counts[document[1]])]
-    options = {"per_device_train_batch_size": 1000}
-    weighed = trainer_of(PackedSFTTrainer, tmp_path, data, TokenWeights(table=counts.float()), **options)
-    stock = trainer_of(SFTTrainer, tmp_path, repeated, **options)
+    repeated = [document for document in data for _ in range(document[1] % 4)]
+    columns = {"input_ids": data, "weight": [document[1] % 4 for document in data]}
+    weighed = trainer_of(PackedSFTTrainer, tmp_path, columns)
+    stock = trainer_of(SFTTrainer, tmp_path, {"input_ids": repeated})
     (log, gradient), (expected, expected_gradient) = step(weighed), step(stock)
     assert expected["mean_token_accuracy"] > 0
     for name in ("loss", "mean_token_accuracy", "entropy"):
@@ -122,32 +128,40 @@ def test_a_weight_is_a_number_of_equal_examples(tmp_path):
     assert_same(gradient, expected_gradient)
 
 
-@pytest.mark.parametrize("table", [TABLES["tiny"], TABLES["negative, too"]], ids=["tiny", "negative, too"])
-def test_an_evaluation_has_the_loss_of_all_its_rows(table, tmp_path):
-    trainer = trainer_of(PackedSFTTrainer, tmp_path, DOCUMENTS, TokenWeights(table=table), per_device_eval_batch_size=2)
-    found = trainer.evaluate(trainer.train_dataset)
-    loss, _ = loop(model_of("eager"), DOCUMENTS, [table[tokens] for tokens in DOCUMENTS])
-    assert found["eval_loss"] == pytest.approx(loss, rel=BOUND)
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("name", ["per token, tiny", "per example, negative ones"])
+def test_an_evaluation_has_the_loss_of_all_its_rows(name, streamed, tmp_path):
+    weights, counted, _ = KINDS[name]
+    trainer = trainer_of(PackedSFTTrainer, tmp_path, columns_of(weights), per_device_eval_batch_size=2)
+    data = Dataset.from_dict(columns_of(weights))
+    found = trainer.evaluate(data.to_iterable_dataset() if streamed else data)
+    assert found["eval_loss"] == pytest.approx(expected_of(counted)[0], rel=BOUND)
 
 
 def test_an_adapter_learns_weighed_labels_under_checkpointing(tmp_path):
     config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-    table = TABLES["negative, too"]
-    options = {"peft_config": config, "per_device_train_batch_size": 20, CHECKPOINTING: True}
-    trainer = trainer_of(PackedSFTTrainer, tmp_path, DOCUMENTS, TokenWeights(table=table), **options)
-    loss, expected = loop(trainer.model, DOCUMENTS, [table[tokens] for tokens in DOCUMENTS])
+    weights, counted, _ = KINDS["per token, negative ones"]
+    trainer = trainer_of(PackedSFTTrainer, tmp_path, columns_of(weights), config, **{CHECKPOINTING: True})
+    loss, expected = expected_of(counted, trainer.model)
     trainer.model.float().zero_grad()
     log, gradient = step(trainer)
     assert log["loss"] == pytest.approx(loss, rel=BOUND)
     assert_same(gradient, expected)
 
 
+def batch_of(**columns):
+    examples = [
+        {"input_ids": x} | {name: values[i] for name, values in columns.items()} for i, x in enumerate(DOCUMENTS)
+    ]
+    return DataCollatorForPackedLanguageModeling(completion_only_loss=False)(examples)
+
+
 def test_batches_without_weights_count_each_label_once(tmp_path):
     """In a trainer with other batches that have weights; a step of weights of 0 changes nothing."""
-    trainer = trainer_of(PackedSFTTrainer, tmp_path, DOCUMENTS)
-    batch = DataCollatorForPackedLanguageModeling(completion_only_loss=False)([{"input_ids": x} for x in DOCUMENTS])
+    trainer = trainer_of(PackedSFTTrainer, tmp_path, {"input_ids": DOCUMENTS})
+    batch, ones = batch_of(), batch_of(weight=[1] * len(DOCUMENTS))
+    assert torch.equal(ones["label_weights"], batch["labels"].ne(-100).float())
     loss = trainer.compute_loss(trainer.model, dict(batch), num_items_in_batch=torch.tensor(90.0))
-    ones = batch | {"label_weights": batch["labels"].ne(-100).float()}
     assert trainer._get_num_items_in_batch([batch, ones], torch.device("cpu")) == sum(map(len, DOCUMENTS)) * 2 - 26
     for given in (batch, ones):
         weighed = trainer.compute_loss(trainer.model, dict(given), num_items_in_batch=torch.tensor(90.0))
@@ -178,9 +192,24 @@ def test_older_versions_of_trl_are_refused(monkeypatch):
         weighing.check_weighing(SimpleNamespace(loss_type="nll", label_smoothing_factor=0.0), None)
 
 
-def test_other_trainers_raise_for_weights(tmp_path):
+def test_other_trainers_raise_for_weights():
     """They would train without them."""
-    table = TABLES["positive"]
-    batch = TokenWeights(table=table, completion_only_loss=False)([{"input_ids": x} for x in DOCUMENTS])
     with pytest.raises(NotImplementedError, match=r"label_weights of the batch .*; train with PackedSFTTrainer, or"):
-        model_of("flashmask")(**batch, use_cache=False)
+        model_of("flashmask")(**batch_of(weight=PER_EXAMPLE), use_cache=False)
+
+
+def test_a_mean_over_examples_needs_rows_that_the_trainer_packs(tmp_path):
+    extra = {"loss_mean": "example"}
+    for options in ({"packing": True}, {"dataset_kwargs": {"skip_prepare_dataset": True}}):
+        with pytest.raises(
+            ValueError, match=r"^loss_mean needs rows of text that this trainer packs; leave it, images,"
+        ):
+            trainer_of(PackedSFTTrainer, tmp_path, {"input_ids": DOCUMENTS}, extra=extra, **options)
+    rows = pack_dataset(Dataset.from_dict({"input_ids": DOCUMENTS}), 16)
+    with pytest.raises(ValueError, match=r"^loss_mean='example' is too late for packed train rows; pass"):
+        trainer_of(PackedSFTTrainer, tmp_path, rows[:], extra=extra)
+
+
+def test_a_trainer_refuses_weights_that_its_loss_does_not_read(tmp_path):
+    with pytest.raises(ValueError, match=r"^loss_type='dft' does not read"):
+        trainer_of(PackedSFTTrainer, tmp_path, columns_of(PER_EXAMPLE), loss_type="dft")
