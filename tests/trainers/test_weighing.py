@@ -104,8 +104,16 @@ def expected_of(counted: Any, model: Any = None) -> tuple[float, dict[str, torch
     return loop(model or model_of("eager"), DOCUMENTS, weights)
 
 
-@pytest.mark.parametrize("batches", BATCHES.values(), ids=BATCHES)
-@pytest.mark.parametrize(("weights", "counted", "extra"), KINDS.values(), ids=KINDS)
+QUICK = {("per token, tiny", "accumulation"), ("examples count their weight", "accumulation")}
+QUICK |= {("per token, negative ones", "one batch"), ("per example, negative ones", "accumulation")}
+STEPS = [
+    pytest.param(*kind, options, id=f"{name}-{batches}", marks=[pytest.mark.full] * ((name, batches) not in QUICK))
+    for name, kind in KINDS.items()
+    for batches, options in BATCHES.items()
+]
+
+
+@pytest.mark.parametrize(("weights", "counted", "extra", "batches"), STEPS)
 def test_a_step_is_that_of_a_loop_over_examples(weights, counted, extra, batches, tmp_path):
     """Rows of uneven numbers of labels."""
     log, gradient = step(trainer_of(PackedSFTTrainer, tmp_path, columns_of(weights), extra=extra, **batches))
@@ -128,8 +136,9 @@ def test_a_weight_is_a_number_of_equal_examples(tmp_path):
     assert_same(gradient, expected_gradient)
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize("name", ["per token, tiny", "per example, negative ones"])
+@pytest.mark.parametrize(
+    ("name", "streamed"), [("per token, tiny", True), ("per example, negative ones", False)], ids=["stream", "map"]
+)
 def test_an_evaluation_has_the_loss_of_all_its_rows(name, streamed, tmp_path):
     weights, counted, _ = KINDS[name]
     trainer = trainer_of(PackedSFTTrainer, tmp_path, columns_of(weights), per_device_eval_batch_size=2)
