@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._dynamo import OptimizedModule
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 from flashmask_hf.hf.families import family_of, missing_kernels, source_of
 
@@ -41,6 +41,16 @@ def is_compiled(model: nn.Module) -> bool:
         or hasattr(vars(x).get("forward"), "_torchdynamo_orig_callable")
         for x in model.modules()
     )
+
+
+@torch.compiler.assume_constant_result
+def is_wrapped(name: str) -> bool:
+    """Return whether an attention of transformers is an object around a function, as accelerate registers for sp_size.
+
+    Such a wrapper exchanges heads, gathers `position_ids`, and leaves masks out.
+    """
+    function = AttentionInterface._global_mapping.get(name)
+    return function is not None and (not inspect.isfunction(function) or hasattr(function, "__wrapped__"))
 
 
 class ModelState:

@@ -26,7 +26,7 @@ from flashmask_hf.hf.checks import run_checks
 from flashmask_hf.hf.documents import check_one_document, of_positions
 from flashmask_hf.hf.families import refuse_own_attention
 from flashmask_hf.hf.mask_hook import NUMBERS, mask_hook
-from flashmask_hf.hf.models import TOWERS
+from flashmask_hf.hf.models import TOWERS, is_wrapped
 from flashmask_hf.hf.rewrites import rewrite
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import FLASHMASK, HASH, NAMES, QK, VECTORS
@@ -40,7 +40,7 @@ def register() -> None:
     of layers.
 
     Raises:
-        RuntimeError: this version of transformers is not one that the package knows how to adapt.
+        RuntimeError: this version of transformers is not one that the package knows how to adapt, or a name is wrapped.
     """
     exclude_from_flash_attention(generic)
     leave_documents_to_hook(masking_utils)
@@ -50,6 +50,11 @@ def register() -> None:
     read_kernel_names(PreTrainedConfig)
     functions = {FLASHMASK: attention_forward, HASH: hash_attention_forward, QK: qk_attention_forward}
     for name, function in functions.items():
+        if is_wrapped(name):
+            raise RuntimeError(
+                f"{name!r} is registered in a wrapper, as with sp_size of accelerate, which register() would undo: "
+                "ranks would attend within their shards. Call register() before."
+            )
         AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, mask_hook)
 

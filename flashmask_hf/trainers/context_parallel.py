@@ -33,7 +33,7 @@ def context_parallel_size(args: Any) -> int:
     """Return the number of ranks that share a row.
 
     Raises:
-        ValueError: DeepSpeed's sequence parallelism is configured (`sp_size`).
+        ValueError: accelerate's sequence parallelism is configured (`sp_size`), by DeepSpeed or torch.
     """
     config = getattr(args, "parallelism_config", None)
     if config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
@@ -41,7 +41,7 @@ def context_parallel_size(args: Any) -> int:
     if config is None:
         return 1
     if getattr(config, "sp_size", 1) > 1:
-        raise ValueError("sp_size > 1: DeepSpeed's sequence parallelism takes no mask indices; use cp_size with FSDP2")
+        raise ValueError("sp_size > 1: accelerate's sequence parallelism takes no mask indices; use cp_size with FSDP2")
     return config.cp_size
 
 

@@ -202,7 +202,7 @@ def with_rope(parameters: dict[str, Any]) -> Any:
         ({"model": moe}, "the auxiliary loss of a mixture of experts"),
         (
             {"args": {"parallelism_config": ParallelismConfig(sp_size=2)}},
-            "sp_size > 1: DeepSpeed's .* use cp_size",
+            "sp_size > 1: accelerate's .* use cp_size",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

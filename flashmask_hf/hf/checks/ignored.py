@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from flashmask_hf.hf.call import Call, cache_of
 from flashmask_hf.hf.checks.recurrent import is_guarded
 from flashmask_hf.hf.documents import next_flagged
+from flashmask_hf.hf.families import family_of
 from flashmask_hf.hf.keywords import SPLIT_BY_TORCH
-from flashmask_hf.hf.models import is_compiled, state_of
+from flashmask_hf.hf.models import is_compiled, is_wrapped, state_of
 from flashmask_hf.hf.rules import Rule, Verdict, rule, text_attention
 from flashmask_hf.intervals import outer_rows
 from flashmask_hf.mask import FlashMask
@@ -129,6 +130,21 @@ def _find_splitting_program() -> str | None:
     if verl is not None and verl.get_ulysses_sequence_parallel_world_size() > 1:
         return "verl"
     return "ms-swift" if swift is not None and (swift.sequence_parallel.world_size or 1) > 1 else None
+
+
+@rule(
+    CHECKS, "sequence parallelism around the attention (`sp_size`) of masks that it drops", ours=True,
+    error=NotImplementedError,
+)  # fmt: skip
+def _keeps_masks(call: Call) -> Verdict | None:
+    if not is_wrapped(call.implementation):
+        return None
+    text = call.config.get_text_config()
+    in_mask = family_of(text).window_in_mask or "chunked_attention" in (getattr(text, "layer_types", None) or ())
+    return not (in_mask or text is not call.config or call.state.is_bidirectional), (
+        f"{call.name} needs masks of images, chunks, windows or both directions, which sequence parallelism (sp_size) "
+        "drops: it hands positions alone to the attention; set sp_size=1"
+    )
 
 
 @rule(CHECKS, "one process that sees several GPUs, so that Trainer takes `DataParallel`", VECTORS)
