@@ -77,13 +77,6 @@ def test_sentence_transformers_encode_and_learn_the_same(encoder):
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
 
 
-def test_attention_dropout_of_sentence_transformers_says_what_to_set(encoder):
-    library = pytest.importorskip("sentence_transformers")
-    model = library.SentenceTransformer(encoder, model_kwargs={"attn_implementation": "flashmask"}, device="cpu")
-    with pytest.raises(ValueError, match="attention_probs_dropout_prob=0"):
-        model.train()(model.preprocess(TEXTS))
-
-
 def test_setfit_takes_a_body_and_drops_model_kwargs(encoder):
     """The first is what the page says; if the second no longer holds, the page may say less."""
     setfit = pytest.importorskip("setfit")

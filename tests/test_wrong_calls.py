@@ -98,10 +98,6 @@ def after_a_cache():
     return model(IDS, past_key_values=cache, startend_row_indices=VECTORS)
 
 
-def in_training(**changes):
-    return llama(**changes).train()(IDS)
-
-
 def with_virtual_tokens(kind):
     model = get_peft_model(llama(), kind(task_type="CAUSAL_LM", num_virtual_tokens=3))
     return model(ROW, position_ids=POSITIONS, startend_row_indices=VECTORS, use_cache=False)
@@ -273,7 +269,6 @@ WRONG = {
         "position_ids|rotary|size",
     ),
     # what changes the result and is not implemented
-    "dropout": (lambda: in_training(attention_dropout=0.1), ValueError, "load with attention_dropout=0"),
     "attention weights": (
         lambda: llama()(IDS, output_attentions=True),
         NotImplementedError,

@@ -201,6 +201,23 @@ def sparse() -> str:
     return table(rows, lines, columns, f"{ATTENTION} sparse", shape.format_map(rows[0]))
 
 
+def dropout() -> str:
+    """Milliseconds of attention with dropout 0.1 and without; nothing before it was measured."""
+    rows = read_all("dropout_*")
+    if not rows:
+        return ""
+    columns: Columns = {"mask": lambda line: name_of(line[0]["mask"]), "tokens per row": "{length:,.0f}"}
+    columns["head size"] = _width
+    for title, name in (("flashmask", "flashmask"), ("portable kernels", "flashmask_triton"), ("SDPA", "sdpa"),
+                        ("SDPA, dense mask", "sdpa_dense")):  # fmt: skip
+        columns[title] = cell("{forward_ms:.2f}/{backward_ms:.2f}", "", provider=name)
+        drops = "flashmask_dropout" if name == "flashmask_triton" else f"{name}_dropout"
+        if name != "flashmask":
+            columns[f"{title}, dropout"] = cell("{forward_ms:.2f}/{backward_ms:.2f}", "", provider=drops)
+    shape = "ms of forward/backward, 65,536 tokens, 4,096 numbers per token, dropout 0.1"
+    return table(rows, ["mask", "length", "head_dim"], columns, f"{ATTENTION} dropout", shape)
+
+
 def decoding() -> str:
     """One decoding step under a mask of padding, relative to SDPA with that mask, by cache: more than 1 is slower."""
     rows = select(read("decode_h200"), mask="padding")
@@ -546,9 +563,9 @@ def gallery() -> str:
 
 LONG = "65,536 tokens in all, or one row, medians of 5 turns, or 3 with 131,072"
 TURNS, GROUPED = "medians of 5 turns, or 3 with 131,072", ("8192", "32768", "131072")
-PLAIN = (peers, peers_widths, deterministic, ragged, sparse, decoding, short, masks_made, fast_settings, settings,
-         alignment, preference, row_lengths, images, profile, parallel, convergence, packing, sharing, first_step,
-         sparse_training, gallery, long_length)  # fmt: skip
+PLAIN = (peers, peers_widths, deterministic, ragged, sparse, dropout, decoding, short, masks_made, fast_settings,
+         settings, alignment, preference, row_lengths, images, profile, parallel, convergence, packing, sharing,
+         first_step, sparse_training, gallery, long_length)  # fmt: skip
 TEXTS: dict[str, Callable[[], str]] = {function.__name__.replace("_", "-"): function for function in PLAIN} | {
     "peers-long": partial(peers_shapes, "attention_peers_h200", ("32768", "131072"), LONG, ""),
     "peers-grouped": partial(peers_shapes, "attention_peers_gqa_h100", GROUPED, TURNS, " --tokens TOKENS --group 4"),

@@ -157,7 +157,7 @@ class Triton(_Kernels):
     """Kernels in Triton for any GPU."""
 
     name = "triton"
-    takes = Arguments._fields
+    takes = (*Implementation.takes, "dropout")
 
     def limit(self, request: Request) -> str | None:
         if not torch_internals.HAS_TRITON:

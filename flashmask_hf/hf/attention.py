@@ -12,7 +12,7 @@ from flashmask_hf.hf.call import current
 from flashmask_hf.hf.keywords import SPLIT_BY_TORCH, check_keywords
 from flashmask_hf.hf.late import late_mask, refuse_shard_of_heads
 from flashmask_hf.hf.layer_mask import BOUNDS, LayerMask, mask_of_rows
-from flashmask_hf.hf.ranks import attend_in_parts
+from flashmask_hf.hf.ranks import attend_in_parts, seed_of_heads
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import FLASHMASK, VECTORS
 from flashmask_hf.parallel.split import active_split
@@ -48,7 +48,7 @@ def attention_forward(
         attention_mask: what `mask_hook` returned; or a `FlashMask` of a layer called alone, as in a drafter, whose
             queries and keys may differ in number; or None.
         scaling: factor on the scores; None is D ** -0.5.
-        dropout: must be 0 in training.
+        dropout: probability of dropping an attention weight in training; evaluation drops none.
         kwargs: used are `startend_row_indices` (int32 [B or 1, 1 or Hkv or Hq, S, n], read as in `FlashMask`: n = 1
             or 2 with the layer's causality, n = 4 as not causal), `sliding_window` in tokens, `position_ids`
             [B or 1, S], `softcap`, `s_aux` (sinks, [Hq]), `is_causal` and `cu_seq_lens_q`. Keywords known to change the
@@ -59,25 +59,28 @@ def attention_forward(
 
     Raises:
         TypeError: `startend_row_indices` is not an int32 tensor.
-        ValueError: dropout in training, or a mask whose shape, device or form does not fit.
+        ValueError: a mask whose shape, device or form does not fit.
         NotImplementedError: a keyword or a combination that would change the result and is not implemented.
         RuntimeError: n = 2 bounds of a bidirectional mask reach a causal layer; the mask is of trees or shared
             questions, and `position_ids` are not depths; bounds are out of range in a window; or, in a compiled model
             with windows, `position_ids` are not contiguous where a window matters (device-side checks).
     """
-    check_layer(module, dropout, kwargs, FLASHMASK)
+    check_layer(module, kwargs, FLASHMASK)
+    dropout = dropout if module.training else 0.0
     if is_marked(attention_mask):
         mask = _marked_mask(module, query, key, attention_mask)
     else:
         split = active_split(query.shape[2], kwargs.get(VECTORS))
         if split is not None:
-            return attend_in_parts(split, module, query, key, value, attention_mask, scaling, kwargs), None
+            return attend_in_parts(split, module, query, key, value, attention_mask, scaling, dropout, kwargs), None
         mask = late_mask(module, query, key, attention_mask, kwargs)
-    out = mask.attend(query, key, value, scale=scaling, softcap=kwargs.get("softcap"), sinks=kwargs.get("s_aux"))
-    return out.transpose(1, 2), None
+    settings: dict[str, Any] = {"scale": scaling, "softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
+    if dropout:
+        settings |= {"dropout": dropout, "dropout_seed": seed_of_heads(module, query)}
+    return mask.attend(query, key, value, **settings).transpose(1, 2), None
 
 
-def check_layer(module: nn.Module, dropout: float, kwargs: dict[str, Any], implementation: str) -> None:
+def check_layer(module: nn.Module, kwargs: dict[str, Any], implementation: str) -> None:
     """Check a layer's keywords, once per class and types of keywords; and what may change, in every layer.
 
     Arguments as in `check_keywords`.
@@ -91,11 +94,11 @@ def check_layer(module: nn.Module, dropout: float, kwargs: dict[str, Any], imple
     if not torch.compiler.is_compiling():  # a compiler would guard on what follows
         kind = (type(module), implementation, kwargs.get("sliding_window"), *kwargs, *map(type, kwargs.values()))
         is_known = kind in _checked and current.call is not None and not module._forward_pre_hooks
-        if is_known and not (dropout > 0 and module.training) and not _asks_for_weights(kwargs):
+        if is_known and not _asks_for_weights(kwargs):
             return
     if is_split_by_torch(module):
         raise NotImplementedError(SPLIT_BY_TORCH.format(implementation))
-    check_keywords(module, dropout, kwargs, implementation)
+    check_keywords(kwargs, implementation)
     if _asks_for_weights(kwargs):
         raise NotImplementedError(
             f"output_attentions=True: attn_implementation='{implementation}' never has the weights that it would "

@@ -6,7 +6,6 @@ import warnings
 from typing import Any
 
 import torch
-from torch import nn
 
 from flashmask_hf.names import (
     DIFFUSION_LABELS,
@@ -52,36 +51,23 @@ _WAYS_OUT = {name: way_out for way_out, names in _REFUSED.items() for name in na
 
 _ACCEPTED = {*_USED, *" ".join(_HARMLESS.values()).split()}
 
-_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
-"""Names that configs of transformers give to the dropout of attention."""
-
 _warned: set[str] = set()
 """Unknown keywords that this process has warned of."""
 
 
-def check_keywords(module: nn.Module, dropout: float, kwargs: dict[str, Any], implementation: str) -> None:
+def check_keywords(kwargs: dict[str, Any], implementation: str) -> None:
     """Raise for unimplemented keywords that would change the result; warn once of each unknown one.
 
     Args:
-        module: the attention layer.
-        dropout: probability of dropping an attention weight in training.
         kwargs: the layer's keywords; None is ignored.
         implementation: what `attn_implementation` is set to.
 
     Raises:
         TypeError: a keyword that looks like `startend_row_indices` and is not.
-        ValueError: dropout in training, or a sliding window of less than one token.
+        ValueError: a sliding window of less than one token.
         NotImplementedError: a keyword that is not implemented, options of another implementation, or weights of labels.
     """
     asked = f"attn_implementation='{implementation}'"
-    if dropout > 0 and module.training:
-        config = getattr(module, "config", None)
-        # Layers keep the dropout that they were made with; the config may say 0 by now.
-        name = max(_DROPOUTS, key=lambda name: (bool(getattr(config, name, 0)), hasattr(config, name)))
-        raise ValueError(
-            f"dropout={dropout} is not implemented by {asked}; load with {name}=0 (from_pretrained, "
-            "model_init_kwargs, config_kwargs of SentenceTransformer), or 'sdpa'"
-        )
     check_window(kwargs.get("sliding_window"))
     for name, value in kwargs.items():
         if name in _ACCEPTED or value is None or _SPARSE.get(name) == implementation:

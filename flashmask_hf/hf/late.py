@@ -69,11 +69,16 @@ def _own_mask(module: nn.Module, query: Tensor, mask: FlashMask, kwargs: dict[st
     return LayerMask(mask)
 
 
-def refuse_shard_of_heads(module: nn.Module, heads: int) -> None:
-    """Raise if a layer that gets mask indices per head computes `heads` of more heads, as under tensor parallelism."""
+def whole_heads(module: nn.Module, heads: int) -> int:
+    """Return the number of query heads of a layer over all ranks, or `heads` if its config has none."""
     config: Any = getattr(module, "config", None)
     by_layer = getattr(config, "num_attention_heads_per_layer", None)
-    whole = by_layer[module.layer_idx] if by_layer else getattr(config, "num_attention_heads", heads)
+    return by_layer[module.layer_idx] if by_layer else getattr(config, "num_attention_heads", heads)
+
+
+def refuse_shard_of_heads(module: nn.Module, heads: int) -> None:
+    """Raise if a layer that gets mask indices per head computes `heads` of more heads, as under tensor parallelism."""
+    whole = whole_heads(module, heads)
     if heads < whole:
         raise NotImplementedError(
             f"{VECTORS} per head are not implemented in a layer that computes {heads} of {whole} query heads, as under "

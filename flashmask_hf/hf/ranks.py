@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from flashmask_hf.hf.late import late_mask
+from flashmask_hf.dropout import BLOCK, draw_seed, shard_seed
+from flashmask_hf.hf.late import late_mask, whole_heads
 from flashmask_hf.hf.layer_mask import LayerMask, cached_mask, check_hook_result, hidden_keys
 from flashmask_hf.intervals import count_rows_before, without_causal_flag
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import VECTORS
+from flashmask_hf.parallel.collectives import all_gather
 from flashmask_hf.parallel.exchange import (
     exchange_of,
     gather_keys,
@@ -34,17 +38,18 @@ def attend_in_parts(
     value: Tensor,
     attention_mask: Any,
     scaling: float | None,
+    dropout: float,
     kwargs: dict[str, Any],
 ) -> Tensor:
     """Return the attention of this rank's rows, [B, S / N, Hq, Dv].
 
-    The arguments after `split` are as in `attention_forward`.
+    The arguments after `split` are as in `attention_forward`; `dropout` is 0 in evaluation.
 
     Raises:
         ValueError: as in `attention_forward`; keys belong to other tokens than queries, as with a cache; or the model
             chooses its rotary frequencies by the longest position.
-        RuntimeError: a 2D attention_mask hides tokens, or the layer's `position_ids` do not match its rows
-            (device-side checks).
+        RuntimeError: a 2D attention_mask hides tokens, or the layer's `position_ids` do not match its rows, or rows
+            with dropout are not split in blocks of 16 (device-side checks).
     """
     if key.shape[2] != query.shape[2]:
         raise ValueError(
@@ -72,9 +77,53 @@ def attend_in_parts(
     else:
         key, value = gather_keys(key, split), gather_keys(value, split)
         whole_query = query[:, :, :1].expand(-1, -1, split.length, -1)  # only its shape [.., S, D] is read
-        mask = _own_rows(late_mask(module, whole_query, key, None, kwargs), split)
-    out = mask.attend(query, key, value, scale=scaling, softcap=kwargs.get("softcap"), sinks=sinks)
+        mask = _own_rows(late_mask(module, whole_query, key, None, kwargs), split, keys_in_order=dropout > 0)
+    settings: dict[str, Any] = {"scale": scaling, "softcap": kwargs.get("softcap"), "sinks": sinks}
+    if dropout:
+        seed = all_gather(draw_seed(query), split.group)[0]  # one for all ranks
+        first_head = _first_head(module, heads) + (split.group.rank * query.shape[1] if by_heads else 0)
+        blocks = _all_blocks(query) if by_heads else _own_blocks(split)
+        settings |= {"dropout": dropout, "dropout_seed": shard_seed(seed, first_head, blocks)}
+    out = mask.attend(query, key, value, **settings)
     return (heads_to_rows(out, split) if by_heads else out).transpose(1, 2)
+
+
+def seed_of_heads(module: nn.Module, query: Tensor) -> Tensor | None:
+    """Return dropout's seed of a layer with a shard of the heads [B, Hq / N, Sq, D], or None of one with all."""
+    first_head = _first_head(module, query.shape[1])
+    if first_head == 0:
+        return None
+    return shard_seed(draw_seed(query), first_head, _all_blocks(query))
+
+
+def _first_head(module: nn.Module, heads: int) -> int:
+    """Return the number of the first of a rank's heads under tensor parallelism, whose ranks are neighbours."""
+    whole = whole_heads(module, heads)
+    if heads == whole or not (dist.is_available() and dist.is_initialized()):
+        return 0
+    return dist.get_rank() % (whole // heads) * heads
+
+
+def _all_blocks(query: Tensor) -> Tensor:
+    """Return the number of each block of 16 query rows of a whole row [B, H, S, D]."""
+    return torch.arange(-(-query.shape[2] // BLOCK), device=query.device)
+
+
+def _own_blocks(split: RowSplit) -> Tensor:
+    """Return the number of each block of 16 rows on this rank, int64."""
+
+    def build() -> Tensor:
+        own = split.own_rows
+        blocks = own[::BLOCK] // BLOCK
+        rows = (blocks[:, None] * BLOCK + torch.arange(BLOCK, device=own.device)).flatten()
+        device_assert(
+            (rows[: len(own)] == own).all(),
+            f"attention dropout needs rows split over processes in blocks of {BLOCK}; set pad_to_multiple_of="
+            f"{BLOCK * split.group.size}, or load the model with attention dropout 0",
+        )
+        return blocks
+
+    return cached_mask((split.rows,), ("blocks", split.group), build, per_forward=False)
 
 
 def _refuse_padding(attention_mask: Any) -> None:
@@ -107,8 +156,8 @@ def _check_positions(position_ids: Any, split: RowSplit) -> None:
     cached_mask(sources, ("positions", split.group), check, per_forward=False)
 
 
-def _own_rows(whole: LayerMask, split: RowSplit) -> LayerMask:
-    """Return the mask of this rank's rows and of the keys as they are gathered."""
+def _own_rows(whole: LayerMask, split: RowSplit, *, keys_in_order: bool) -> LayerMask:
+    """Return the mask of this rank's rows and of the keys as they are gathered, or in the order of the row."""
 
     def build() -> LayerMask:
         mask, length = whole.mask, split.length
@@ -119,11 +168,16 @@ def _own_rows(whole: LayerMask, split: RowSplit) -> LayerMask:
         )
         indices = without_causal_flag(mask.indices, mask.causal, length)
         keys = whole.keys
-        if keys is None and split.order is not None:
-            indices = indices.index_select(2, split.order)
+        if keys is None and split.order is not None and split.places is not None:
+            if keys_in_order:
+                keys = split.places[None]
+            else:
+                indices = indices.index_select(2, split.order)
         elif keys is not None and split.places is not None:
             keys = split.places[keys]
         own = split.own_rows
         return LayerMask(FlashMask(count_rows_before(indices, own), causal=False, q_len=own.shape[0]), keys)
 
-    return cached_mask((whole.mask.indices, split.rows), ("own rows", split.group), build, per_forward=False)
+    return cached_mask(
+        (whole.mask.indices, split.rows), ("own rows", split.group, keys_in_order), build, per_forward=False
+    )

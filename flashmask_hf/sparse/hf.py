@@ -74,7 +74,7 @@ def hash_attention_forward(
     seed = as_integer(f"{HASH}['seed']", options["seed"], 0, 2**32 - 1)
     for option in ("exclude_self", "shared_qk"):
         check_bool(f"{HASH}[{option!r}]", options[option])
-    check_layer(module, dropout, kwargs, HASH)
+    _check_layer(module, dropout, kwargs, HASH)
     layer = layer_mask(module, query, key, attention_mask, kwargs)
     mask = _sortable_mask(HASH, layer)
     directions = lsh_directions(key.detach(), seed, getattr(module, "layer_idx", None) or 0, n_buckets // 2)
@@ -123,7 +123,7 @@ def qk_attention_forward(
         ValueError: an option is missing, unknown or out of range; or one keep is missing or does not fit.
         NotImplementedError: rows are dropped under a mask that is not causal with n = 1 bound.
     """
-    check_layer(module, dropout, kwargs, QK)
+    _check_layer(module, dropout, kwargs, QK)
     layer = layer_mask(module, query, key, attention_mask, kwargs)
     q_keep, k_keep = (kwargs.get(name) for name in ("q_keep", "k_keep"))
     if (q_keep is None) != (k_keep is None):
@@ -137,6 +137,16 @@ def qk_attention_forward(
         q_keep, k_keep = (torch.rand(x.shape[:3], device=x.device) >= drop for x in (query, key))
     out = qk_sparse_attention(query, key, value, q_keep, k_keep, mask=_sortable_mask(QK, layer), **settings)
     return out.transpose(1, 2), None
+
+
+def _check_layer(module: nn.Module, dropout: float, kwargs: dict[str, Any], implementation: str) -> None:
+    """Raise a NotImplementedError for dropout in training, or an error of `check_layer`."""
+    if dropout > 0 and module.training:
+        raise NotImplementedError(
+            f"dropout={dropout} is not implemented by attn_implementation='{implementation}'; load the model with "
+            "attention dropout 0, or use 'flashmask'"
+        )
+    check_layer(module, kwargs, implementation)
 
 
 def warn_of_unread_options(model: PreTrainedModel) -> None:

@@ -13,6 +13,7 @@ Studies:
 - `short`: rows of 128 to 1,024 tokens, on the host and in a CUDA graph.
 - `decode`: one query per sequence; each call reads another key-value cache, as layers do.
 - `plan`: only the tile plan of a mask.
+- `dropout`: attention dropout 0.1 beside none; peers draw their own pattern, and only time is compared.
 - `sparse`: dynamic sparse attention with its sorting (Pagliardini et al. 2023, figures 3 and 7).
 
 Tensors are bfloat16, times medians of turns. Output and gradients of a provider (`peers.py`) are first compared with
@@ -50,7 +51,7 @@ from harness import (
     synchronize,
     time_left,
 )
-from peers import PROVIDERS, Attention, CannotExpress, Case, add_commit, planned
+from peers import DROPOUT, PROVIDERS, Attention, CannotExpress, Case, add_commit, planned
 from torch import Tensor
 
 from flashmask_hf import FlashMask, masks
@@ -210,6 +211,11 @@ def _masks(a: argparse.Namespace) -> Iterator[Work]:
             yield Work(family, family, partial(make_mask, family, shape.length, shape.heads), shape)
 
 
+def _dropout(a: argparse.Namespace) -> Iterator[Work]:
+    a.masks, a.lengths = a.masks or ["full", "document", "causal"], a.lengths or [1024, 8192]
+    return _masks(a)
+
+
 def _sweep(a: argparse.Namespace) -> Iterator[Work]:
     for shape in _shapes(a):
         for count in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128):
@@ -297,6 +303,8 @@ STUDIES = {
     "short": Study(_short, ("flashmask", "flashmask_triton", "sdpa_dense", "sdpa", "flex_attention"), 41, None),
     "decode": Study(_decode, ("flashmask", "sdpa_dense", "sdpa"), 7, None),
     "plan": Study(_masks, ("flashmask",), 31, None),
+    "dropout": Study(_dropout, ("flashmask", "flashmask_triton", "flashmask_dropout", "sdpa", "sdpa_dropout",
+                                "sdpa_dense", "sdpa_dense_dropout"), 5),
     "sparse": Study(_sparse, ("sdpa", "cudnn", "flashmask", "hash_4", "hash_16", "hash_64", "hash_16_any", "drop_10",
                               "drop_30", "drop_50", "drop_70"), 5),
 }  # fmt: skip
@@ -342,7 +350,12 @@ def visible_in(case: Case, entry: int, head: int, rows: slice) -> Tensor:
     return FlashMask(one[None], case.mask.causal, q_len=case.mask.q_len).rows(rows).to_dense()[0]
 
 
-def exact(case: Case, dout: Tensor, visible: Callable[[Case, int, int, slice], Tensor] = visible_in) -> list[Tensor]:
+def exact(
+    case: Case,
+    dout: Tensor,
+    visible: Callable[[Case, int, int, slice], Tensor] = visible_in,
+    kept: Callable[[Case, int, int, slice], Tensor] | None = None,
+) -> list[Tensor]:
     """Compute output and gradients of both `corners` in float64, `EXACT_ROWS` rows at a time."""
     kv_heads, results = case.k.shape[1], []
     given = [corners(x.detach(), kv_heads) for x in (case.q, case.k, case.v, dout)]
@@ -353,7 +366,10 @@ def exact(case: Case, dout: Tensor, visible: Callable[[Case, int, int, slice], T
             one, two, three = (x.double().requires_grad_() for x in (q[:, rows], k, v))
             seen = visible(case, place, place, rows)
             scores = (one @ two.mT * q.shape[-1] ** -0.5).masked_fill(~seen, float("-inf"))
-            out = scores.softmax(-1).masked_fill(~seen, 0.0) @ three
+            weights = scores.softmax(-1).masked_fill(~seen, 0.0)
+            if kept is not None:
+                weights = weights * kept(case, place, place, rows) / (1 - DROPOUT)
+            out = weights @ three
             gradients = torch.autograd.grad(out, (one, two, three), upstream[:, rows].double())
             found[0][:, rows], found[1][:, rows] = out.detach(), gradients[0]
             found[2] += gradients[1]
@@ -398,8 +414,10 @@ def admit(name: str, case: Case, tensors: Sequence[Tensor], expected: Sequence[T
         return f"cannot: {reason}"
     except Exception as error:  # a peer's error must not end the run of the others
         return f"failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    if provider.visible is not None:
-        expected = exact(case, tensors[3], provider.visible)
+    if not provider.checked:
+        return make, attend
+    if provider.visible is not None or provider.kept is not None:
+        expected = exact(case, tensors[3], provider.visible or visible_in, provider.kept)
     heads = [torch.cat(corners(x, kv_heads)) for x in found]
     return difference(heads, expected[: len(heads)]) or (make, attend)
 

@@ -7,6 +7,7 @@
 - `cudnn`, `sdpa` (FlashAttention-2): PyTorch's SDPA, for full and causal masks; `sdpa_dense`: with a dense mask.
 - `hash_N`, `drop_P`: `flashmask_hf.sparse` with N random buckets per head (`_any`: without `n_buckets`), or with P
   percent of the queries and keys of each head dropped.
+- `flashmask_dropout` (the portable kernels), `sdpa_dropout` and `sdpa_dense_dropout`: with attention dropout 0.1.
 - `commit`: `flashmask_attention` of another commit.
 """
 
@@ -39,12 +40,14 @@ from flashmask_hf import FlashMask, flashmask_attention, sparse
 from flashmask_hf._call.arguments import Arguments
 from flashmask_hf._call.call import resolve
 from flashmask_hf._call.operators import flash_attn_forward, plan_of
+from flashmask_hf.dropout import BLOCK, kept_blocks
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 ROOT = Path(__file__).parents[2]
 ROWS = 1024  # query rows that are dense at a time when a mask is converted
 DENSE_LIMIT = 8192  # most query rows that `sdpa_dense` runs
+DROPOUT, SEED = 0.1, 2**40 + 7  # of the providers with dropout
 BOUNDS_LIMIT = 2**31  # numbers in a table of row bounds; kernels index it with 32 bits
 
 
@@ -75,6 +78,8 @@ class Provider:
         makes_mask: whether a new mask costs the provider time.
         visible: the provider's own mask of a case, batch entry, key-value head and query rows, bool [group, rows, Skv];
             None for the case's mask.
+        kept: the pairs that dropout keeps, likewise; None keeps all.
+        checked: whether results are compared; peers draw dropout of their own.
     """
 
     prepare: Callable[[Case], Callable[[], Attention]]
@@ -82,6 +87,8 @@ class Provider:
     package: str = ""
     makes_mask: bool = True
     visible: Callable[[Case, int, int, slice], Tensor] | None = None
+    kept: Callable[[Case, int, int, slice], Tensor] | None = None
+    checked: bool = True
 
     def installed(self) -> bool:
         """Return whether the module is there."""
@@ -145,17 +152,33 @@ def document_bounds(mask: FlashMask, copies: int = 1) -> Tensor:
 
 
 def _flashmask(
-    case: Case, impl: str | None = None, deterministic: bool = False, package: Any = None
+    case: Case, impl: str | None = None, deterministic: bool = False, package: Any = None, dropout: float = 0.0
 ) -> Callable[[], Attention]:
+    options: dict[str, Any] = {"impl": impl, "deterministic": deterministic}
+    if dropout:
+        options |= {"dropout": dropout, "dropout_seed": torch.tensor([SEED], device=case.q.device)}
+
     def make() -> Attention:
         if package is not None:
             other = package.FlashMask(case.mask.indices.clone(), case.mask.causal)
             return lambda q, k, v: package.flashmask_attention(q, k, v, other)
         fresh = FlashMask(case.mask.indices, case.mask.causal)  # without a cached plan
         plan_of(fresh, case.mask.row_count())
-        return lambda q, k, v: flashmask_attention(q, k, v, fresh, impl=impl, deterministic=deterministic)
+        return lambda q, k, v: flashmask_attention(q, k, v, fresh, **options)
 
     return make
+
+
+def kept_pairs(case: Case, entry: int, head: int, rows: slice) -> Tensor:
+    """Return the pairs that `flashmask_dropout` keeps of some rows of a key-value head, bool [group, rows, Skv]."""
+    batch, heads, device = case.q.shape[0], case.q.shape[1], case.q.device
+    group, kv_len = heads // case.k.shape[1], case.k.shape[2]
+    of_group = torch.arange(heads, device=device)[head * group :][:group]
+    row_blocks = torch.arange(rows.start, rows.stop, BLOCK, device=device) // BLOCK
+    key_blocks = torch.arange(0, kv_len, BLOCK, device=device) // BLOCK
+    seed = torch.tensor([SEED], device=device)
+    kept = kept_blocks(seed, DROPOUT, entry % batch, of_group, row_blocks, key_blocks)
+    return kept[:, : rows.stop - rows.start, :kv_len]
 
 
 def planned(name: str, case: Case) -> Attention | None:
@@ -253,7 +276,7 @@ def _cudnn_flex(case: Case) -> Callable[[], Attention]:
     return make
 
 
-def _sdpa(backend: SDPBackend, case: Case) -> Callable[[], Attention]:
+def _sdpa(backend: SDPBackend, case: Case, dropout: float = 0.0) -> Callable[[], Attention]:
     if case.family not in ("full", "causal"):
         raise CannotExpress("SDPA without a dense mask is full or causal")
     causal = case.mask.causal
@@ -262,12 +285,13 @@ def _sdpa(backend: SDPBackend, case: Case) -> Callable[[], Attention]:
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] > k.shape[1])
+            grouped = q.shape[1] > k.shape[1]
+            return F.scaled_dot_product_attention(q, k, v, None, dropout, causal, enable_gqa=grouped)
 
     return lambda: attend
 
 
-def _sdpa_dense(case: Case) -> Callable[[], Attention]:
+def _sdpa_dense(case: Case, dropout: float = 0.0) -> Callable[[], Attention]:
     """Prepare SDPA with a dense mask, as transformers calls it in decoding."""
     if case.mask.row_count() > DENSE_LIMIT:
         raise CannotExpress(f"a dense mask of more than {DENSE_LIMIT} rows is too large")
@@ -280,7 +304,7 @@ def _sdpa_dense(case: Case) -> Callable[[], Attention]:
             if decodes:
                 rows = q.unflatten(1, (-1, group)).squeeze(3)
                 return F.scaled_dot_product_attention(rows, k, v, attn_mask=visible).flatten(1, 2)[:, :, None]
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=group > 1)
+            return F.scaled_dot_product_attention(q, k, v, visible, dropout, enable_gqa=group > 1)
 
         return attend
 
@@ -326,6 +350,11 @@ PROVIDERS: dict[str, Provider] = {
     "cudnn": Provider(partial(_sdpa, SDPBackend.CUDNN_ATTENTION), package="cudnn", makes_mask=False),
     "sdpa": Provider(partial(_sdpa, SDPBackend.FLASH_ATTENTION), makes_mask=False),
     "sdpa_dense": Provider(_sdpa_dense),
+    "flashmask_dropout": Provider(partial(_flashmask, dropout=DROPOUT), kept=kept_pairs),
+    "sdpa_dropout": Provider(
+        partial(_sdpa, SDPBackend.FLASH_ATTENTION, dropout=DROPOUT), makes_mask=False, checked=False
+    ),
+    "sdpa_dense_dropout": Provider(partial(_sdpa_dense, dropout=DROPOUT), checked=False),
     **{f"hash_{n}": _sparse("hash", n) for n in (4, 16, 64)},
     "hash_16_any": _sparse("hash", 16, known=False),
     **{f"drop_{percent}": _sparse("drop", percent) for percent in (10, 30, 50, 70)},

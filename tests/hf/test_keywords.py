@@ -1,57 +1,12 @@
 """Keywords of attention: used, harmless, refused or, if unknown, ignored with one warning."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from tools.model_pairs import SIZES, attend, model_pair, tokens
-from transformers import AutoModel, AutoModelForCausalLM, BertConfig, GPT2Config, Qwen2MoeConfig
+from transformers import AutoModelForCausalLM, GPT2Config, Qwen2MoeConfig
 
 from flashmask_hf import masks
 from flashmask_hf.hf import keywords
-
-
-def test_dropout_in_training_is_refused():
-    with pytest.raises(ValueError, match=r"dropout=0.1 .*load with attention_dropout=0 "):
-        attend(dropout=0.1)
-    attend(torch.nn.Module().eval(), dropout=0.1)
-    model, _ = model_pair("llama", attention_dropout=0.1)
-    model(tokens(1, 5))
-    with pytest.raises(ValueError, match="attention_dropout=0"):
-        model.train()(tokens(1, 5))
-
-
-@pytest.fixture(params=["gpt2", "bert"])
-def named_dropout(request):
-    """A config with dropout, and the name that it gives the dropout of attention."""
-    if request.param == "gpt2":
-        return "attn_pdrop", GPT2Config(n_layer=1, n_head=2, n_embd=32)
-    return "attention_probs_dropout_prob", BertConfig(num_hidden_layers=1, hidden_size=48)
-
-
-def test_dropout_is_called_by_its_name_in_the_config(named_dropout):
-    name, config = named_dropout
-    model = AutoModel.from_config(config, attn_implementation="flashmask").train()
-    with pytest.raises(ValueError, match=f"dropout=0.1 .*load with {name}=0 "):
-        model(tokens(1, 5))
-    setattr(config, name, 0.0)
-    AutoModel.from_config(config, attn_implementation="flashmask").train()(tokens(1, 5))
-
-
-def test_of_several_names_of_dropout_the_one_in_use_is_named():
-    module = torch.nn.Module()
-    module.config = SimpleNamespace(attention_dropout=0.0, attn_pdrop=0.1)
-    with pytest.raises(ValueError, match="load with attn_pdrop=0 "):
-        attend(module, dropout=0.1)
-
-
-def test_dropout_that_the_config_no_longer_has_keeps_its_name(named_dropout):
-    """Layers keep the dropout with which they were made, so that only loading helps."""
-    name, config = named_dropout
-    model = AutoModel.from_config(config, attn_implementation="flashmask").train()
-    setattr(model.config, name, 0.0)
-    with pytest.raises(ValueError, match=rf"load with {name}=0 \(from_pretrained, .*config_kwargs of SentenceTransf"):
-        model(tokens(1, 5))
 
 
 @pytest.mark.parametrize("window", [0, -1])
@@ -136,7 +91,7 @@ def test_unknown_keyword_is_compiled_without_a_warning(no_compiled_code):
         graphs.append(graph)
         return graph.forward
 
-    call = (torch.nn.Module(), 0.0, {"temperature": torch.ones(2)}, "flashmask")
+    call = ({"temperature": torch.ones(2)}, "flashmask")
     run = torch.compile(lambda x: (keywords.check_keywords(*call), x + 1)[1], backend=count, fullgraph=True)
     run(torch.ones(2))
     keywords._warned.add("another")

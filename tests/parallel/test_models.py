@@ -70,6 +70,7 @@ REFUSED = {
     "positions of more rows": "ValueError: position_ids of batch and sequence_parallel differ",
     "vectors out of range": r"RuntimeError: startend_row_indices must lie in 0\.\.128",
     "vectors below 0": r"RuntimeError: startend_row_indices must lie in 0\.\.128",
+    "rows of dropout": "RuntimeError: attention dropout needs rows split over processes in blocks of 16; set pad_to",
     "cache": "ValueError: a layer has .* rows of a row that is split over processes, but .* keys; pass use_cache=False",
     "heads of vectors": "NotImplementedError: startend_row_indices per head .*pass exchange='keys' to",
     "no int32": "TypeError: startend_row_indices must be an int32 tensor",

@@ -63,6 +63,7 @@ STUDIES = {
     "decode": ["--masks", "padding", "full", "--lengths", 40, "--batches", 2],
     "plan": ["--lengths", 512],
     "sparse": ["--lengths", 128, "--hidden", 128],
+    "dropout": ["--lengths", 256, "--tokens", 512, "--dims", 16, "--group", 2, "--hidden", 64],
 }
 RESULTS = {"short": "short_h200", "decode": "decode_h200", "plan": "plan_h200", "sparse": "sparse_attention_h200"}
 

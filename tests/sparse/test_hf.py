@@ -419,7 +419,7 @@ def test_layers_and_keywords_that_do_not_fit_are_refused():
     q, k, v = heads()
     with pytest.raises(NotImplementedError, match=r"'flashmask_hash'.*not causal"):
         hash_attention_forward(layer(is_causal=False), q, k, v, None)
-    with pytest.raises(ValueError, match=r"dropout=0.1 is not implemented by attn_implementation='flashmask_qk'"):
+    with pytest.raises(NotImplementedError, match=r"dropout=0.1 is not implemented .*'flashmask_qk'; load the model"):
         qk_attention_forward(layer(), q, k, v, None, dropout=0.1)
     with pytest.raises(NotImplementedError, match=r"block_mask.*'flashmask_hash'"):
         hash_attention_forward(layer(), q, k, v, None, block_mask=1)

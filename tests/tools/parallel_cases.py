@@ -35,6 +35,9 @@ SIZES: dict[str, Any] = {
 
 CONFIGS: dict[str, Callable[[int, int], Any]] = {
     "llama": lambda heads, kv_heads: llama_config(**SIZES, num_attention_heads=heads, num_key_value_heads=kv_heads),
+    "dropout": lambda heads, kv_heads: llama_config(
+        **SIZES, num_attention_heads=heads, num_key_value_heads=kv_heads, attention_dropout=0.3
+    ),
     "mistral": lambda heads, kv_heads: MistralConfig(
         **SIZES, num_attention_heads=heads, num_key_value_heads=kv_heads, sliding_window=9
     ),
@@ -195,10 +198,12 @@ def compare(
     def case(group: Any) -> dict[str, float]:
         whole = batch()
         model = model_of(kind, heads, kv_heads)
+        torch.manual_seed(3)
         want = of_one_process(group, model, whole)
         model.zero_grad()
         prepare(model)
         rows = rows_of(whole, group.size(), layout, heads, kv_heads)
+        torch.manual_seed(3 + group.rank())  # dropout takes the first process's
         with sequence_parallel(group, rows, whole["position_ids"], exchange=exchange) as split:
             loss = loss_of(model, split.shard(whole), learned(whole))
             loss.backward()
@@ -326,8 +331,10 @@ def tensor_parallel(
     def case(group: Any) -> dict[str, float]:
         whole = batch()
         model = model_of(kind, 8, 4)
+        torch.manual_seed(3)
         want = of_one_process(group, model, whole)
         model = tensor_parallel_model(group, model)
+        torch.manual_seed(3)
         assert model.model.layers[0].self_attn.q_proj.weight.to_local().shape[0] == 64 // group.size()
         loss = loss_of(model, whole_rows(whole), learned(whole))
         loss.backward()
@@ -401,6 +408,7 @@ def refusals(group: Any) -> dict[str, Any]:
     cache = model(batch["input_ids"][:, :4], use_cache=True).past_key_values
     turned = model_of("llama", 8, 4)
     turned.config.rope_parameters["rope_type"] = "dynamic"
+    dropping = model_of("dropout", 8, 4)
     wrong: dict[str, Callable[[], Any]] = {
         "rotary positions": in_context(
             lambda split: turned(**{k: v for k, v in split.shard(batch).items() if k != "shift_labels"})
@@ -418,6 +426,11 @@ def refusals(group: Any) -> dict[str, Any]:
         ),
         "vectors out of range": in_context(
             lambda split: call(split, startend_row_indices=vectors + 100), exchange="keys"
+        ),
+        "rows of dropout": in_context(
+            lambda split: dropping(**{k: v for k, v in split.shard(batch).items() if k != "shift_labels"}),
+            dealt,
+            exchange="keys",
         ),
         "vectors below 0": in_context(lambda split: call(split, startend_row_indices=vectors - 100), exchange="keys"),
         "cache": in_context(
@@ -512,7 +525,14 @@ CASES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "checkpointing that keeps attention": compare(
         exchange="keys", prepare=checkpointed({"use_reentrant": False, "context_fn": flashmask_hf.keep_attention})
     ),
-    "tensor parallel": tensor_parallel(),
+    "dropout, heads": compare("dropout", exchange="heads", layout="reversed"),
+    "dropout, keys": compare(
+        "dropout",
+        exchange="keys",
+        layout="reversed",
+        prepare=checkpointed({"use_reentrant": False, "context_fn": flashmask_hf.keep_attention}),
+    ),
+    "tensor parallel": tensor_parallel("dropout"),
     "tensor parallel, trees in a window": tensor_parallel("mistral", trees),
     "tensor parallel refusals": refused_vectors_per_head,
     "two layouts": two_layouts,
