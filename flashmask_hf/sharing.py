@@ -113,7 +113,7 @@ def _can_share(call: Call) -> bool:
     others = [value for name, value in call.named.items() if name not in {"input_ids", *_REPLACED}]
     if any(isinstance(value, (Tensor, list, tuple, Mapping)) for value in others):  # of each token, or of images
         return False
-    if call.model.training and any(map(_drops, call.model.modules())):
+    if any(map(_drops, call.model.modules())):
         _warn_of_dropout(call.name)
         return False
     return True

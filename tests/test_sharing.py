@@ -15,7 +15,7 @@ from tools.model_pairs import BOUND, SIZES, NoSynchronization, model_pair
 from tools.support import requires
 from tools.tiny import CHECKPOINTING, TRAINER_WARNINGS, llama_config, trainer_settings, word_tokenizer
 from tools.vision import tiny_model
-from transformers import AutoModelForCausalLM, GPT2Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, Qwen3MoeConfig
 
 import flashmask_hf
 from flashmask_hf.hf.call import Call
@@ -240,6 +240,7 @@ def test_what_is_not_shared_runs_as_before():
     for name, arguments in cases.items():
         assert torch.equal(shared(**arguments).logits, stock(**arguments).logits), name
     assert _pack.cache_info().misses == 1  # nothing in common
+    assert not is_shared(shared, input_ids=ids, past_key_values=DynamicCache())
     generated = [m.generate(ids[:, :5], max_new_tokens=4, do_sample=False) for m in (shared, stock)]
     assert torch.equal(*generated)
 
@@ -269,6 +270,8 @@ def test_rates_of_dropout_and_noise_are_found_on_modules(name):
     setattr(shared.model.embed_tokens, name, 5 if "neftune" in name else 0.1)
     assert not is_shared(shared.train(), **batch)
     assert is_shared(shared.eval(), **batch)
+    shared.model.embed_tokens.train()  # alone, as for dropout in evaluation
+    assert not is_shared(shared, **batch)
     setattr(shared.model.embed_tokens, name, 0.0)
     assert is_shared(shared.train(), **batch)
 
@@ -306,6 +309,8 @@ def test_positions_of_several_axes_run_as_before():
     batch = padded(sequences())
     compare(shared, stock, batch)  # of text alone, whose axes are equal
     assert _pack.cache_info().misses == 1
+    batch = {name: x[: batch["input_ids"].shape[1]] for name, x in batch.items()}
+    assert batch["input_ids"].shape[0] == batch["input_ids"].shape[1]
     positions = torch.arange(batch["input_ids"].shape[1]).expand(3, *batch["input_ids"].shape)
     compare(shared, stock, batch | dict(position_ids=positions))
     assert _pack.cache_info().misses == 1

@@ -145,10 +145,10 @@ def pack_shared(
     rows, index, _ = pack_sequences(ids, real, first, max_length=max_length, pad_to_multiple_of=pad_to_multiple_of)
     chosen = real & ~first & (wanted != 0)
     before = index.ravel()[np.flatnonzero(chosen) - 1]
-    found = [torch.from_numpy(x).to(input_ids.device) for x in (chosen, before, ids[chosen])]
+    scored, predictors, labels = (torch.from_numpy(x).to(input_ids.device) for x in (chosen, before, ids[chosen]))
     saved = 1 - sum(len(forest.tokens) for forest in rows.forests) / int(real.sum())
     packed = {name: x.to(input_ids.device) for name, x in rows.batch().items()}
-    return SharedRows(packed, found[0][:, unscored:], *found[1:], saved)
+    return SharedRows(packed, scored[:, unscored:], predictors, labels, saved)
 
 
 def gather_logps(
