@@ -11,6 +11,7 @@ import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from tools import model_zoo
 from tools.model_pairs import GENERATING, assert_near
+from tools.vision import document, tiny_model
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import (
@@ -305,3 +306,15 @@ def test_compiled_model() -> None:
     with shared_prefill(model):
         assert torch.equal(generate(model, inputs, **few), want)
     torch.compiler.reset()
+
+
+@pytest.mark.parametrize(
+    "kind", ["llava", *(pytest.param(x, marks=pytest.mark.full) for x in ("qwen2_5_vl", "gemma3"))]
+)
+def test_prompts_with_images_are_prefilled_as_they_are(kind: str) -> None:
+    model = tiny_model(kind, {"text_config": "flashmask", "vision_config": "sdpa"}).eval()
+    own = document(kind, [(1, 2)], 3)
+    own.pop("labels")
+    inputs = {name: torch.cat([x, x]) for name, x in own.items()}
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    compare(model, inputs, prefilled=inputs["input_ids"].numel(), do_sample=True)
