@@ -75,10 +75,15 @@ def correct_gathers(model: Any) -> None:
     A frozen input embedding is not gathered in the backward: FSDP2 (torch 2.11 to 2.13) would free its buffer without
     waiting, and a late rank overwrite the next forward's first gather.
 
+    accelerate (seen in 1.15) fails if `_no_split_modules` names a class without a module in the model, as towers of
+    SigLIP and CLIP (Gemma 3, LLaVA) name their text part: the model names only classes that it has.
+
     Args:
         model: a transformers or PEFT model with a head, not wrapped for distributed training.
     """
     inner = unwrap_peft(model)
+    found = {type(part).__name__ for part in inner.modules()}
+    inner._no_split_modules = {name for name in inner._no_split_modules or () if name in found}
     if _correct_gathers not in inner._forward_pre_hooks.values():
         inner.register_forward_pre_hook(_correct_gathers, with_kwargs=True)
 

@@ -65,5 +65,5 @@ CASES = {
     "ddp, reentrant checkpoints": trained("qwen2_5_vl", sharded=False, **REENTRANT),
     "fsdp2": trained("qwen3_vl", sharded=True),
     "fsdp2, frozen tower": trained("qwen2_5_vl", sharded=True, lora=True),
-    "fsdp2, smolvlm": trained("smolvlm", sharded=True),
+    **{f"fsdp2, {kind}": trained(kind, sharded=True) for kind in ("smolvlm", "gemma3", "gemma4", "llava")},
 }
