@@ -56,7 +56,7 @@ ALLOWED = {"collators": {"collators", "names", "mask", "masks", "_numbers"}}
 """Rooms that may not import from all lower layers, with those that they may import from."""
 
 IMPORTERS = {
-    "transformers": {"hf", "trainers", "__init__", "diagnosis", "recipes"},
+    "transformers": {"hf", "trainers", "integrations", "__init__", "diagnosis", "recipes"},
     "trl": {"collators", "trainers", "recipes"},
     "triton": {room for layer in LAYERS for room in layer if "kernels" in room} | {"diagnosis", "recipes"},
     "matplotlib": {"mask", "recipes"},

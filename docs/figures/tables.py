@@ -7,7 +7,16 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from charts import EARLY, GALLERY, IMAGE_WAYS, headlines, image_cases
+from charts import (
+    EARLY,
+    EMBEDDING_CASES,
+    EMBEDDING_WAYS,
+    GALLERY,
+    IMAGE_WAYS,
+    embedding_cases,
+    headlines,
+    image_cases,
+)
 from results import (
     RATE,
     SETTINGS,
@@ -390,6 +399,29 @@ def images() -> str:
     return f"{shown}![Speed of packed rows with images over the fastest way of stock TRL](assets/images.svg)\n\n"
 
 
+def embeddings() -> str:
+    """Embedding models and rerankers beside padded batches, and their chart; nothing before they were measured."""
+    lines = embedding_cases()
+    if not lines:
+        return ""
+    ran = {row["provider"] for line in lines for row in line}
+
+    def figures(name: str, line: list[Row]) -> str:
+        found = select(line, provider=name)
+        form = f"{{{RATE}:,.0f}} / {{peak_gib:.1f}}" if timed(found) else f"{{{RATE}}}"
+        return form.format_map(found[0]) if found else "-"
+
+    columns: Columns = {
+        "model": "{shape}",
+        "batch": lambda line: f"{line[0]['size']}, {EMBEDDING_CASES[line[0]['case']]}",
+    }
+    columns |= {"tokens": "{tokens:,.0f}", "padding": "{padding:.0%}"}
+    columns |= {ways: partial(figures, name) for name, ways in EMBEDDING_WAYS.items() if name in ran}
+    shape = "real tokens/s / peak GiB, random weights; rerankers: a query of 512 tokens with 16 documents of 256"
+    shown = table(lines[0], lines, columns, "benchmarks/embeddings.py", shape)
+    return f"{shown}![Speed of rows without padding over the fastest padded way](assets/embeddings.svg)\n\n"
+
+
 def profile() -> str:
     """A step's time by kind of work, by shape, length and setting."""
     rows = [row for row in read_all("step_profile_*") if row["share"] and row["setting"] in ("kept", "compiled+kept")]
@@ -564,8 +596,8 @@ def gallery() -> str:
 LONG = "65,536 tokens in all, or one row, medians of 5 turns, or 3 with 131,072"
 TURNS, GROUPED = "medians of 5 turns, or 3 with 131,072", ("8192", "32768", "131072")
 PLAIN = (peers, peers_widths, deterministic, ragged, sparse, dropout, decoding, short, masks_made, fast_settings,
-         settings, alignment, preference, row_lengths, images, profile, parallel, convergence, packing, sharing,
-         first_step, sparse_training, gallery, long_length)  # fmt: skip
+         settings, alignment, preference, row_lengths, images, embeddings, profile, parallel, convergence, packing,
+         sharing, first_step, sparse_training, gallery, long_length)  # fmt: skip
 TEXTS: dict[str, Callable[[], str]] = {function.__name__.replace("_", "-"): function for function in PLAIN} | {
     "peers-long": partial(peers_shapes, "attention_peers_h200", ("32768", "131072"), LONG, ""),
     "peers-grouped": partial(peers_shapes, "attention_peers_gqa_h100", GROUPED, TURNS, " --tokens TOKENS --group 4"),

@@ -14,6 +14,7 @@ from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    BertConfig,
     Gemma3Config,
     LlamaConfig,
     PreTrainedTokenizerFast,
@@ -64,6 +65,7 @@ def _gemma(side: int, depth: int, width: int, mlp: int, *text: int, **more: Any)
 
 
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.2-1b": _shape(2048, 8192, 16, 32, 8, 128256, head_dim=64, **ROPE),
     "llama-3.1-8b": _shape(4096, 14336, 32, 32, 8, 128256, head_dim=128, **ROPE | {"tie_word_embeddings": False}),
@@ -74,12 +76,19 @@ SHAPES: dict[str, dict[str, Any]] = {
         2560, 9728, 36, 32, 8, 151936, head_dim=128, rope_parameters=ROPE["rope_parameters"] | {"rope_theta": 1e6}
     ),
     "tiny": _shape(256, 512, 2, 4, 2, 1024, head_dim=64),
+    "bert-base": NO_DROPOUT,
+    "bert-tiny": NO_DROPOUT | {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2},
     "qwen2.5-vl-3b": _qwen_vl(32, 1280, 3420, [7, 15, 23, 31], 2048, 11008, 36, 16, 2, 151936),
     "gemma-3-4b": _gemma(896, 27, 1152, 4304, 2560, 10240, 34, 8, 4, 262208, head_dim=256, sliding_window=1024),
     "qwen2.5-vl-tiny": _qwen_vl(2, 256, 96, [1], 64, 96, 2, 4, 2, 1024),
     "gemma-3-tiny": _gemma(112, 2, 128, 96, 64, 96, 2, 4, 2, 1024, head_dim=16),
 }
-FAMILIES: dict[str, Any] = {"qwen3": Qwen3Config, "qwen2.5-vl": Qwen2_5_VLConfig, "gemma-3": Gemma3Config}
+FAMILIES: dict[str, Any] = {
+    "bert": BertConfig,
+    "qwen3": Qwen3Config,
+    "qwen2.5-vl": Qwen2_5_VLConfig,
+    "gemma-3": Gemma3Config,
+}
 
 # Trainer and arguments of this package and of TRL by task; TRL's SFT packs other rows. ORPO and KTO are TRL's alone.
 TRAINERS: dict[str, tuple[tuple[Any, Any], ...]] = {
@@ -101,9 +110,10 @@ def build_model(
     rank: int = 0,
     fused: bool = False,
     full: bool = False,
+    checkpointing: bool = True,
     **options: Any,
 ) -> Any:
-    """Build a model with random weights, attention "flashmask" and gradient checkpointing.
+    """Build a model with random weights and attention "flashmask".
 
     Args:
         shape: one of `SHAPES`.
@@ -113,6 +123,7 @@ def build_model(
         rank: of LoRA adapters on all linear layers; 0 trains all weights.
         fused: whether the model has TRL's head.
         full: whether the weights are in float32, as on a CPU, and not in bfloat16.
+        checkpointing: whether layers are recomputed in the backward.
         **options: further options of the model's configuration.
     """
     family = next((made for prefix, made in FAMILIES.items() if shape.startswith(prefix)), LlamaConfig)
@@ -127,7 +138,7 @@ def build_model(
         task = "CAUSAL_LM" if kind is AutoModelForCausalLM else "SEQ_CLS"
         lora = LoraConfig(r=rank, target_modules="all-linear", task_type=task, init_lora_weights=False)
         model = get_peft_model(model, lora, autocast_adapter_dtype=False)
-    return enable_checkpointing(model, {"use_reentrant": False}).train()
+    return (enable_checkpointing(model, {"use_reentrant": False}) if checkpointing else model).train()
 
 
 def arguments_of(config: Any, device: str, **options: Any) -> Any:

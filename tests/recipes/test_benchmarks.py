@@ -512,6 +512,23 @@ def test_grpo(model, run, capsys):
     assert "flex_attention is left out: it has no backward on a CPU" in capsys.readouterr().out
 
 
+def test_embeddings(run, monkeypatch):
+    """Also where a provider is wrong."""
+    import embeddings
+
+    flags = ["--pairs", 3, "--query", 16, "--document", 4, "--turns", 1, "--deadline", 1e6]
+    rows = run("embeddings", "--shapes", "bert-tiny", "tiny", "--cases", "sentences", "rerank", *flags)
+    cases = [("bert-tiny", "sentences"), ("tiny", "sentences"), ("tiny", "rerank")]
+    found = [(row["shape"], row["case"], row["provider"]) for row in rows]
+    assert found == [(*case, provider) for case in cases for provider in ("flashmask", "sdpa")]
+    assert all(float(row["difference"]) < 1e-5 and float(row["tokens_per_second"]) > 0 for row in rows)
+    correct = embeddings.Reranker.outputs
+    shifted = lambda self, name: correct(self, name).roll(int(name == "sdpa"), 0)  # noqa: E731
+    monkeypatch.setattr(embeddings.Reranker, "outputs", shifted)
+    with pytest.raises(SystemExit, match="the outputs of the providers disagree"):
+        run("embeddings", "--shapes", "tiny", "--cases", "rerank_scores", *flags)
+
+
 def test_a_provider_of_grpo_that_is_wrong_ends_the_run(run, monkeypatch):
     import reinforcement
 

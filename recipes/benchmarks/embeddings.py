@@ -1,0 +1,209 @@
+"""Measure training of embedding models and rerankers: real tokens per second and peak memory.
+
+    python recipes/benchmarks/embeddings.py --csv embeddings.csv
+    python recipes/benchmarks/embeddings.py --shapes bert-base --cases sentences --pairs 32 512
+    python recipes/benchmarks/embeddings.py --shapes bert-tiny tiny --pairs 8 --query 32 --document 16 --device cpu
+
+A step is forward and backward of the loss on a batch that is on the device, without optimizer. Models have random
+weights, in bfloat16 (float32 on a CPU), without dropout; decoders learn with gradient checkpointing. Real tokens count
+a query once for each of its documents, and no padding.
+
+Cases: `sentences` and `passages` learn by in-batch negatives (MultipleNegativesRankingLoss), a forward per column.
+Encoders average a text's tokens, decoders take its last. Both sides of `sentences` have 5 to 197 tokens (log-normal,
+median 14, mean 18.6, as docstrings); `passages` have sentences on one side, and texts of 16 to 512 tokens (median 100)
+on the other. `rerank` learns which of 16 documents fits a query (softmax of log-odds of two tokens); `rerank_scores`
+scores them without gradients.
+
+Providers: `flashmask` runs flat rows, and computes a reranker's query once (`share_prefixes`). `sdpa` and
+`flash_attention_2`, `_3` and `_4` pad; `_flat` runs FlashAttention on flat rows. Their outputs must agree before: the
+difference must be less than a fifth of what another text makes.
+"""
+
+# pyright: reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from harness import Results, attempt, available, flags, free_memory, parsed, time_left
+from shapes import SHAPES, build_model
+from torch import Tensor, nn
+from transformers import AutoModel, AutoModelForCausalLM
+
+from flashmask_hf import share_prefixes
+
+PADDED = ("sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+PROVIDERS = ("flashmask", *PADDED, *(f"{name}_flat" for name in PADDED[1:]))
+LENGTHS = {"sentences": (14, 0.755, 5, 197), "passages": (100, 0.6, 16, 512)}  # median, sigma of the log, limits
+CASES = (*LENGTHS, "rerank", "rerank_scores")
+DOCUMENTS, YES, NO = 16, 5, 6
+RATE = "tokens_per_second"
+
+
+def draw_texts(case: str, count: int, vocab: int, generator: torch.Generator) -> list[Tensor]:
+    """Draw token ids of texts."""
+    median, sigma, least, most = LENGTHS[case]
+    lengths = (median * (sigma * torch.randn(count, generator=generator)).exp()).round().clamp(least, most)
+    return [torch.randint(10, vocab, (int(n),), generator=generator) for n in lengths]
+
+
+def padded(texts: Sequence[Tensor], device: str) -> dict[str, Tensor]:
+    """Return texts as a batch, padded on the right."""
+    ids = nn.utils.rnn.pad_sequence(texts, batch_first=True).to(device)
+    ends = torch.tensor([len(text) for text in texts], device=device)
+    return {"input_ids": ids, "attention_mask": (torch.arange(ids.shape[1], device=device) < ends[:, None]).long()}
+
+
+def flat(texts: Sequence[Tensor], device: str) -> dict[str, Any]:
+    """Return texts as the flat row that sentence-transformers makes."""
+    bounds = torch.tensor([0, *(len(text) for text in texts)]).cumsum(0).int().to(device)
+    positions = torch.cat([torch.arange(len(text)) for text in texts])[None].to(device)
+    row = {"input_ids": torch.cat([*texts])[None].to(device), "position_ids": positions}
+    longest = max(map(len, texts))
+    return row | {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+
+
+class Embedder:
+    """An embedding model, and texts in two columns."""
+
+    def __init__(self, shape: str, case: str, pairs: int, a: Any):
+        self.averages = shape.startswith("bert")
+        options = {"checkpointing": not self.averages, "initializer_range": 0.05}
+        self.model = build_model(shape, a.device, kind=AutoModel, **options)
+        generator, vocab = torch.Generator().manual_seed(pairs), self.model.config.vocab_size
+        columns = [draw_texts(one, pairs, vocab, generator) for one in ("sentences", case)]
+        self.tokens = sum(len(text) for texts in columns for text in texts)
+        self.slots = sum(pairs * max(map(len, texts)) for texts in columns)
+        self.batches = {form: [form(texts, a.device) for texts in columns] for form in (padded, flat)}
+
+    def outputs(self, provider: str) -> Tensor:
+        """Return the embeddings of both columns, one column after the other, [2 * pairs, D]."""
+        self.model.set_attn_implementation(provider.removesuffix("_flat"))
+        form, found = padded if provider in PADDED else flat, []
+        options = {} if self.averages else {"use_cache": False}
+        for batch in self.batches[form]:
+            new = {name: x.clone() if isinstance(x, Tensor) else x for name, x in batch.items()}  # and a new mask
+            states = self.model(**new, **options).last_hidden_state
+            if form is padded:
+                mask = new["attention_mask"]
+                ends = mask.sum(1)
+                last = states[torch.arange(len(ends), device=ends.device), ends - 1]
+                found.append((states * mask[..., None]).sum(1) / ends[:, None] if self.averages else last)
+            else:
+                bounds = new["cu_seq_lens_q"]
+                number = (new["position_ids"][0] == 0).cumsum(0) - 1
+                sums = states.new_zeros(len(bounds) - 1, states.shape[-1]).index_add(0, number, states[0])
+                found.append(sums / bounds.diff()[:, None] if self.averages else states[0, bounds[1:] - 1])
+        return nn.functional.normalize(torch.cat(found).float(), dim=-1)
+
+    def loss(self, outputs: Tensor) -> Tensor:
+        """Return the loss of in-batch negatives."""
+        queries, texts = outputs.chunk(2)
+        return nn.functional.cross_entropy(20 * queries @ texts.T, torch.arange(len(queries), device=outputs.device))
+
+
+class Reranker:
+    """A causal reranker, and queries with documents of one length."""
+
+    def __init__(self, shape: str, case: str, queries: int, a: Any):
+        self.model = build_model(shape, a.device, kind=AutoModelForCausalLM, initializer_range=0.05)
+        share_prefixes(self.model)
+        generator = torch.Generator().manual_seed(queries)
+        draw = partial(torch.randint, 10, self.model.config.vocab_size, generator=generator)
+        query, documents = draw((queries, a.query)), draw((queries * DOCUMENTS, a.document))
+        self.ids = torch.cat([query.repeat_interleave(DOCUMENTS, 0), documents], 1).to(a.device)
+        self.tokens = self.slots = self.ids.numel()
+
+    def outputs(self, provider: str) -> Tensor:
+        """Return the scores, [queries * documents, 1]."""
+        self.model.set_attn_implementation(provider)
+        logits = self.model(input_ids=self.ids.clone(), use_cache=False, logits_to_keep=1).logits[:, -1].float()
+        return logits[:, YES : YES + 1] - logits[:, NO : NO + 1]
+
+    def loss(self, outputs: Tensor) -> Tensor:
+        """Return the loss that the first document of each query fits."""
+        return -outputs.view(-1, DOCUMENTS).log_softmax(-1)[:, 0].mean()
+
+
+def measure(case: str, bench: Any, providers: Sequence[str], a: Any) -> list[dict[str, Any]]:
+    """Compare the providers, and return a row of figures per provider."""
+    found: dict[str, dict[str, Any]] = {name: {} for name in providers}
+    values: dict[str, Tensor] = {}
+
+    def step(name: str) -> Tensor:
+        with torch.set_grad_enabled(case != "rerank_scores"):
+            outputs = bench.outputs(name)
+            if outputs.requires_grad:
+                bench.loss(outputs).backward()
+        bench.model.zero_grad(set_to_none=True)
+        return outputs.detach()
+
+    for name in providers:
+        made = attempt(partial(step, name))
+        if isinstance(made, str):
+            found[name] = {RATE: made}
+        else:
+            values[name] = made[0]
+    for name, outputs in values.items():
+        first = next(iter(values.values()))
+        others = float((first - first.roll(1, 0)).square().mean().sqrt())
+        found[name] = {"difference": float((outputs - first).square().mean().sqrt()) / others}
+        if not found[name]["difference"] < 0.2:
+            raise SystemExit(f"the outputs of the providers disagree: {found}")
+    steps: dict[str, list[tuple[float, float]]] = {name: [] for name in values}
+    order = random.Random(0)
+    for turn in range(a.turns):
+        if turn and time_left(a) <= 0:
+            break
+        for name in order.sample(list(steps), len(steps)):
+            made = attempt(partial(step, name))
+            if not isinstance(made, str):
+                steps[name].append(made[1:])
+    rows = []
+    for name, figures in found.items():
+        one = steps.get(name, [])
+        seconds = statistics.median([x for x, _ in one]) if one else 0.0
+        row = {"tokens": bench.tokens, "padding": round(1 - bench.tokens / bench.slots, 3), "provider": name}
+        row |= {RATE: round(bench.tokens / seconds) if one else figures[RATE], "milliseconds": round(1000 * seconds, 2)}
+        row |= {"peak_gib": round(max((x for _, x in one), default=0), 2), "turns": len(one)}
+        rows.append(row | {"difference": f"{figures.get('difference', 0):.2g}"})
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = flags(__doc__, deadline=True)
+    parser.add_argument("--shapes", nargs="+", default=["bert-base", "qwen3-0.6b"], choices=SHAPES)
+    parser.add_argument("--cases", nargs="+", default=CASES, choices=CASES)
+    parser.add_argument("--pairs", type=int, nargs="+", default=[128], help="pairs of texts in a batch")
+    parser.add_argument("--query", type=int, default=512, help="tokens of a reranker's query")
+    parser.add_argument("--document", type=int, default=256, help="tokens of each of its 16 documents")
+    parser.add_argument("--queries", type=int, nargs="+", default=[1], help="queries in a reranker's batch")
+    parser.add_argument("--providers", nargs="+", default=PROVIDERS, choices=PROVIDERS)
+    parser.add_argument("--turns", type=int, default=7, help="measurements of each provider")
+    a = parsed(parser, argv)
+    running = available([name for name in PADDED if any(x.startswith(name) for x in a.providers)], a.device)
+    running = [name for name in a.providers if name == "flashmask" or name.removesuffix("_flat") in running]
+    results = Results(a.csv)
+    for shape in a.shapes:
+        for case in a.cases:
+            ranks = case.startswith("rerank")
+            if ranks and shape.startswith("bert"):  # each token sees the document
+                continue
+            providers = [name for name in running if not (ranks and name.endswith("_flat"))]
+            for size in a.queries if ranks else a.pairs:
+                if time_left(a) <= 0:
+                    return
+                bench = (Reranker if ranks else Embedder)(shape, case, size, a)
+                rows = measure(case, bench, providers, a)
+                results.add([{"shape": shape, "case": case, "size": size, **row} for row in rows])
+                del bench
+                free_memory()
+
+
+if __name__ == "__main__":
+    main()
