@@ -266,6 +266,19 @@ def test_preferences_beside_stock_trl(figures):
     ]
 
 
+def test_trajectories_beside_whole_examples(figures):
+    tables, write = figures
+    assert tables.trajectories() == ""
+    rates = {"flashmask": "6.5", "trl_flashmask": "2.01", "flash_attention_4": "2"}
+    write("trajectories_1b_h200", [
+        trained_in("eager", name, "900", "16384", task="trajectories", examples_per_second=rate)
+        for name, rate in rates.items()
+    ])  # fmt: skip
+    assert cells(tables.trajectories())[1:] == [
+        ["1B, all weights", "16,384", "6.50 / 9.0", "2.01 / 9.0", "2.00 / 9.0", "3.23x"]
+    ]
+
+
 def test_images_beside_stock_trl(figures, tmp_path, monkeypatch):
     tables, write = figures
     import charts

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from results import (
     RATE,
@@ -333,6 +334,35 @@ def sparsity_chart(figure: Figure) -> str:
     return "Time falls in a straight line with the hidden share of the tiles"
 
 
+STEPS = ((260, 90, 420), (380, 80, 300), (200, 110, 520), (440, 90, 260), (300, 120, 0))
+"""Tokens of thinking, call and result of each step of an agent's trajectory."""
+
+
+def trie_chart(figure: Figure) -> str:
+    """Draw the examples of a trajectory, one per step, whose template drops earlier thinking."""
+    figure.set_size_inches(6.4, 2.8)
+    axes, totals = figure.add_subplot(), {True: 0, False: 0}
+    history, drawn = [("tools and task", 900)], 0  # parts of earlier steps, and how many of them are drawn
+    colors = {"tools and task": GREY, "thinking": ALSO_OURS, "call": OURS, "result": LIGHT, "computed before": "white"}
+    for step, (thought, call, result) in enumerate(STEPS):
+        start = 0
+        for nth, (name, tokens) in enumerate([*history, ("thinking", thought), ("call", call)]):
+            new = nth >= drawn
+            color = colors[name if new else "computed before"]
+            axes.barh(step, tokens, 0.7, left=start, color=color, edgecolor=GREY, linewidth=0.5)
+            totals[new] += tokens
+            start += tokens
+        drawn = len(history)
+        history += [("call", call), ("result", result)]
+    axes.set_yticks(range(len(STEPS)), [f"step {step + 1}" for step in range(len(STEPS))])
+    axes.set_xlabel("tokens of the example")
+    axes.invert_yaxis()
+    keys = [Patch(facecolor=color, edgecolor=GREY, linewidth=0.5, label=name) for name, color in colors.items()]
+    figure.legend(handles=keys, ncols=5, loc="outside lower center", handlelength=1.2, columnspacing=1.0)
+    whole = sum(totals.values())
+    return f"Five steps of a trajectory: {whole:,} tokens as examples, {totals[True]:,} in their trie"
+
+
 EARLY = 50  # steps before rounding grows
 
 
@@ -409,6 +439,7 @@ CHARTS: dict[str, Callable[[Figure], str]] = {
     "sparse": sparse_chart,
     "sparsity": sparsity_chart,
     "convergence": convergence_chart,
+    "trajectory": trie_chart,
     **{
         f"{kind}_{shape[-2:]}": partial(row_lengths_chart, shape=shape, column=column, label=label)
         for shape in ("llama-3.2-1b", "llama-3.1-8b")

@@ -354,6 +354,26 @@ def preference() -> str:
     return table(lines[0], lines, columns, f"{TRAINING} preference", f"{shape}AdamW, random weights")
 
 
+def trajectories() -> str:
+    """SFT on the steps of trajectories with shared prefixes, and on whole examples; nothing before it was measured."""
+    lines = _lines(read_all("trajectories_*"), "shape", "length")
+    if not lines:
+        return ""
+
+    def gained(line: list[Row]) -> str:
+        rates = {row["implementation"]: float(row["examples_per_second"]) for row in line}
+        return f"{rates.pop('flashmask') / max(rates.values()):.2f}x"
+
+    columns: Columns = {"model": _model, "tokens per row": "{length:,.0f}"}
+    titles = {"flashmask": "prefixes shared", "trl_flashmask": "not shared", "flash_attention_4": "FlashAttention-4"}
+    figures = "{examples_per_second:.2f} / {peak_gib:.1f}"
+    columns |= {title: cell(figures, implementation=name) for name, title in titles.items()} | {"gain": gained}
+    what = (
+        "examples/s / peak GiB, 10 to 40 steps with tools of 1,500 to 3,500 tokens, earlier thinking dropped, packed, "
+    )
+    return table(lines[0], lines, columns, f"{TRAINING} trajectories", f"{what}AdamW, random weights")
+
+
 def row_lengths() -> str:
     """Training against the length of the row: the longest row that all ran, and the longest of flashmask."""
     rows = read_all("row_lengths_*")
@@ -596,8 +616,8 @@ def gallery() -> str:
 LONG = "65,536 tokens in all, or one row, medians of 5 turns, or 3 with 131,072"
 TURNS, GROUPED = "medians of 5 turns, or 3 with 131,072", ("8192", "32768", "131072")
 PLAIN = (peers, peers_widths, deterministic, ragged, sparse, dropout, decoding, short, masks_made, fast_settings,
-         settings, alignment, preference, row_lengths, images, embeddings, profile, parallel, convergence, packing,
-         sharing, first_step, sparse_training, gallery, long_length)  # fmt: skip
+         settings, alignment, preference, trajectories, row_lengths, images, embeddings, profile, parallel, convergence,
+         packing, sharing, first_step, sparse_training, gallery, long_length)  # fmt: skip
 TEXTS: dict[str, Callable[[], str]] = {function.__name__.replace("_", "-"): function for function in PLAIN} | {
     "peers-long": partial(peers_shapes, "attention_peers_h200", ("32768", "131072"), LONG, ""),
     "peers-grouped": partial(peers_shapes, "attention_peers_gqa_h100", GROUPED, TURNS, " --tokens TOKENS --group 4"),

@@ -8,6 +8,7 @@
     python recipes/benchmarks/training.py images --shapes qwen2.5-vl-3b --deadline 560 --csv images.csv
     python recipes/benchmarks/training.py diffusion --deadline 250 --csv diffusion.csv
     python recipes/benchmarks/training.py preference --shapes llama-3.2-1b --deadline 560 --csv preference.csv
+    python recipes/benchmarks/training.py trajectories --shapes llama-3.2-1b --deadline 200 --csv trajectories.csv
 
 Models have random weights, in bfloat16 (float32 on a CPU), with gradient checkpointing and AdamW; a step is one packed
 row (FlashMask, appendix A.2.1). Tasks: `sft` (of 8B: `lora`) and `lora` with TRL's head (`--full-logits`: without) on 1
@@ -15,6 +16,10 @@ to 10 documents; `dpo` (with a reference model) and `reward` on 1 to 10 question
 second count each question once. `orpo` and `kto` are TRL's trainers on padded batches of questions of 1,024 tokens with
 2 and 4 answers, and `flashmask` is `share_prefixes`, whose time on the host, without the wait for the device, is
 `hook_milliseconds` per step.
+
+`trajectories` fine-tunes on agents' trajectories with an example per step, without the thinking of earlier steps.
+`flashmask` shares prefixes of examples, the others have rows of whole examples. Steps are on rows of about the mean
+number of tokens, and `examples_per_second` are the examples of the data set over the time of all its `rows`.
 
 `images_20`, `images_50` and `images_80` fine-tune a vision-language model on conversations with that percentage of
 image tokens: turns of 32 to 4,096 tokens (log-normal, median 256) and images of 64 to 1,024 tokens (of Gemma: 256).
@@ -28,7 +33,8 @@ Implementations:
 - `flash_attention_2`, `_3`, `_4`: the varlen path; DPO and the reward model as in stock TRL, question by question.
 - `trl_sdpa`, `trl_flex_attention`, `trl_flash_attention_4`: stock TRL, which repeats the question for each answer and
   pads; `_single`: question by question, with gradient accumulation. Six answers are three pairs. With images: batches
-  of 8 conversations, padded, and `_single`: one by one. `trl_flashmask`: without `share_prefixes`.
+  of 8 conversations, padded, and `_single`: one by one. `trl_flashmask`: without `share_prefixes`, also of
+  `trajectories`.
 
 Settings join by "+": `eager`; `kept` keeps attention's results (flashmask alone); `liger` runs Liger's kernels;
 `compiled` compiles each layer. All run in turns on one model, after their losses (DPO: log-probabilities, reward
@@ -50,6 +56,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from datasets import Dataset
 from diffusion import Batch, draw_row
@@ -65,9 +72,17 @@ from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_p
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from flashmask_hf import FlashMask, keep_attention, share_prefixes
+from flashmask_hf.collators import DataCollatorForPackedLanguageModeling, pack_dataset
 from flashmask_hf.hf.models import state_of, unwrap_peft
 from flashmask_hf.long_rows.checkpointing import enable_checkpointing
-from flashmask_hf.names import DIFFUSION_LABELS, DIFFUSION_WEIGHTS, IGNORED, VECTORS
+from flashmask_hf.names import (
+    DIFFUSION_LABELS,
+    DIFFUSION_WEIGHTS,
+    EXAMPLE_TOKENS,
+    IGNORED,
+    LABEL_WEIGHTS,
+    VECTORS,
+)
 from flashmask_hf.sharing import _pack
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -83,6 +98,7 @@ TASKS = ("sft", "lora", "dpo", "reward")
 DIFFUSION, DLLM = "diffusion", "dllm_sdpa"
 IMAGES = ("images_20", "images_50", "images_80")
 PREFERENCE = ("orpo", "kto")
+TRAJECTORIES = "trajectories"
 ANSWERS = {"dpo": 2, "reward": 6, "orpo": 2, "kto": 4}
 PROMPT = 1024  # tokens of a question of ORPO and KTO
 ADAPTERS_ONLY = ("llama-3.1-8b",)
@@ -124,6 +140,13 @@ STUDIES: dict[str, dict[str, Sequence[Any]]] = {
         "implementations": ("flashmask", DLLM, "flex_attention"),
         "settings": ["eager"],
         "lengths": [4096, 16384, 32768],
+    },
+    "trajectories": {
+        "shapes": ["llama-3.2-1b", "llama-3.1-8b"],
+        "tasks": [TRAJECTORIES],
+        "implementations": ("flashmask", "trl_flashmask", "flash_attention_4"),
+        "settings": ["eager"],
+        "lengths": [16384, 32768],
     },
 }
 
@@ -264,6 +287,68 @@ class DiffusionTuning(FineTuning):
             loss.backward()
             total += loss.detach()
         return float(total)
+
+
+class Trajectories(FineTuning):
+    """Fine-tuning on agents' trajectories, in rows of shared prefixes, and in rows of whole examples."""
+
+    def _steps(self, length: int, count: int, most: int) -> Dataset:
+        """Draw trajectories of at most `most` steps; examples of more than `length` tokens are left out."""
+        draw, data = np.random.default_rng(length), {"input_ids": [], "completion_mask": []}
+        scale = min(1.0, length / 16384)
+
+        def text(low: float, high: float) -> Any:
+            return draw.integers(3, self.model.config.vocab_size, max(2, int(scale * draw.uniform(low, high))))
+
+        tools = [text(1500, 3500) for _ in range(6)]
+        for _ in range(count):
+            history = np.concatenate([tools[draw.integers(6)], text(200, 800)])
+            for _ in range(min(most, draw.integers(10, 41))):
+                thinking, call, result = text(80, 600), text(30, 150), min(4000, draw.lognormal(6.0, 0.9))
+                data["input_ids"].append(np.concatenate([history, thinking, call]))
+                data["completion_mask"].append(np.arange(len(data["input_ids"][-1])) >= len(history))
+                history = np.concatenate([history, call, text(result, result)])
+        made = Dataset.from_dict(data)
+        return made.filter(lambda example: len(example["input_ids"]) <= length)
+
+    def _batches(self, rows: Dataset) -> list[dict[str, Any]]:
+        """Return packed rows as batches."""
+        collate = DataCollatorForPackedLanguageModeling()
+        return [{name: x.to(self.device) for name, x in collate([row]).items()} for row in rows]
+
+    def draw(self, length: int, count: int) -> Sequence[Any]:
+        """Pack 48 trajectories into rows of either kind; return those of about the mean number of tokens."""
+        steps, drawn = self._steps(length, 48, 40), {}
+        self.examples, self.rows = len(steps), {}
+        for shares in (True, False):
+            packed = pack_dataset(steps, length, share_prefixes=shares)
+            tokens = np.array([sum(lengths) for lengths in packed["seq_lengths"]])
+            self.rows[shares] = len(tokens), tokens.mean()
+            drawn[shares] = self._batches(packed.select(abs(tokens - tokens.mean()).argsort()[:count]))
+        return [{True: [one], False: [two]} for one, two in zip(drawn[True], drawn[False], strict=False)]
+
+    def run(self, implementation: str, row: dict[bool, list[dict[str, Any]]]) -> float:
+        """Run forward and backward of batches; return their loss."""
+        name = implementation.removeprefix("trl_")
+        self.model.set_attn_implementation(name)
+        batches = [dict(batch) for batch in row[implementation == "flashmask"]]
+        weights = [batch.pop(LABEL_WEIGHTS, batch["labels"] != IGNORED)[:, 1:] for batch in batches]
+        count, loss = sum(own.sum() for own in weights), 0.0
+        for batch, own in zip(batches, weights, strict=True):
+            batch.pop(EXAMPLE_TOKENS, None)
+            part = -(self.model(**inputs(name, batch), fused_lm_head=True).log_probs * own).sum() / count
+            part.backward()
+            loss += float(part.detach())
+        return loss
+
+    def figures(self, implementation: str, length: int) -> list[tuple[float, float]]:
+        """Return the loss of a short trajectory, and the norm of the gradients (allowed: 5%)."""
+        steps, shares = self._steps(length, 1, 4), implementation == "flashmask"
+        packed = pack_dataset(steps, length, share_prefixes=shares)
+        loss = self.run(implementation, {shares: self._batches(packed)})
+        found = [x.grad for x in self.model.parameters() if x.grad is not None]
+        norm = float(torch.nn.utils.get_total_norm(found))
+        return [(loss, TOLERANCE[self.device]), (norm, (0.05 if self.device == "cuda" else 1e-4) * norm)]
 
 
 def make_row(task: str, length: int, vocab: int, generator: torch.Generator) -> list[Document]:
@@ -427,6 +512,10 @@ class Preference(Alignment):
         return [(loss, 1e-5 if exact else 0.13), (norm, (1e-4 if exact else 0.1) * norm)]
 
 
+KINDS: dict[str, Any] = {**dict.fromkeys(IMAGES, ImageTuning), **dict.fromkeys(PREFERENCE, Preference)}
+KINDS |= {"dpo": Alignment, "reward": Alignment, DIFFUSION: DiffusionTuning, TRAJECTORIES: Trajectories}
+
+
 class Series:
     """The figures of one implementation in one setting over the lengths, until it ends."""
 
@@ -466,6 +555,8 @@ def can_run(implementation: str, task: str, shape: str) -> bool:
         return not (shape.startswith("gemma") and "flash_attention" in implementation)
     if task in PREFERENCE:
         return implementation in ("flashmask", *WHOLE)
+    if task == TRAJECTORIES and implementation == "trl_flashmask":
+        return True
     return implementation == "flashmask" if task in IMAGES else task in ANSWERS or implementation not in STOCK
 
 
@@ -474,9 +565,7 @@ class Study:
 
     def __init__(self, task: str, shape: str, a: argparse.Namespace):
         self.arguments = a
-        kind = ImageTuning if task in IMAGES else Preference if task in PREFERENCE else FineTuning
-        kind = Alignment if task in ("dpo", "reward") else DiffusionTuning if task == DIFFUSION else kind
-        self.task = kind(task, shape, a)
+        self.task = KINDS.get(task, FineTuning)(task, shape, a)
         names = [name for name in a.implementations if can_run(name, task, shape)]
         pairs = [(name, setting) for setting in a.settings for name in names]
         self.series = [Series(*pair) for pair in pairs if pair[0] == "flashmask" or "kept" not in pair[1]]
@@ -556,6 +645,13 @@ class Study:
             for figures in found:
                 shares = figures["implementation"] == "flashmask"
                 figures["hook_milliseconds"] = round(1000 * statistics.median(self.task.host), 2) if shares else ""
+        if isinstance(self.task, Trajectories):
+            for figures in found:
+                seconds: Any = figures["seconds_per_step"]
+                count, tokens = self.task.rows[figures["implementation"] == "flashmask"]
+                rate = round(self.task.examples / (count * seconds), 3) if seconds else ""
+                figures |= {"tokens_per_second": round(tokens / seconds)} if seconds else {}
+                figures |= {"examples_per_second": rate, "rows": count, "examples": self.task.examples}
         self.series = [one for one in self.series if not one.ended]
         return found
 
@@ -570,7 +666,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = flags(__doc__, deadline=True)
     parser.add_argument("study", nargs="?", default="lengths", choices=STUDIES)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES)
-    parser.add_argument("--tasks", nargs="+", choices=(*TASKS, *IMAGES, *PREFERENCE, DIFFUSION))
+    parser.add_argument("--tasks", nargs="+", choices=(*TASKS, *IMAGES, *PREFERENCE, DIFFUSION, TRAJECTORIES))
     parser.add_argument(
         "--implementations", nargs="+", choices=["flashmask", "sdpa", "flex_attention", *VARLEN, *STOCK, DLLM]
     )

@@ -341,6 +341,15 @@ def test_training_of_block_diffusion(run, monkeypatch):
     assert all(int(row["tokens_per_second"]) > 0 for row in rows)
 
 
+@pytest.mark.full
+def test_training_on_trajectories(run):
+    """With and without shared prefixes losses and gradients agree, or the program exits."""
+    rows = run("training", "trajectories", *TINY, "--lengths", 128, "--implementations", "flashmask", "trl_flashmask")
+    assert [row["implementation"] for row in rows] == ["flashmask", "trl_flashmask"]
+    assert int(rows[0]["rows"]) * 2 < int(rows[1]["rows"]) < int(rows[0]["examples"]) == int(rows[1]["examples"])
+    assert all(float(row["examples_per_second"]) > 0 for row in rows)
+
+
 @pytest.fixture
 def training(monkeypatch):
     """The benchmark, whose fine-tuning takes no time, and in which SDPA's memory ends at 512 tokens."""
