@@ -96,15 +96,21 @@ def question_answers() -> DatasetDict:
 
     A topic is cut between paragraphs into answers of widely varying length. `train` also has copies of `FACTS`.
     """
-
-    def rows(examples: Sequence[_Example]) -> Iterator[dict[str, Any]]:
-        for example in examples:
-            yield {"prompt": [_turn("user", example.question)], "completion": [_turn("assistant", example.answer)]}
-
-    splits = _splits(rows, ANSWER_CHARACTERS)
-    facts = [_Example("", question, answer) for question, answer in FACTS.items()]
-    splits["train"] = concatenate_datasets([splits["train"], Dataset.from_list(list(rows(facts * FACT_COPIES)))])
+    splits = _splits(_conversations, ANSWER_CHARACTERS)
+    splits["train"] = concatenate_datasets([splits["train"], facts()["train"]])
     return splits
+
+
+def facts() -> DatasetDict:
+    """Build conversations from `FACTS`: columns `prompt` and `completion`, splits `train`, with copies, and `test`."""
+    examples = [_Example("", question, answer) for question, answer in FACTS.items()]
+    copies = {"train": FACT_COPIES, "test": 1}
+    return DatasetDict({name: Dataset.from_list(list(_conversations(examples * n))) for name, n in copies.items()})
+
+
+def _conversations(examples: Sequence[_Example]) -> Iterator[dict[str, Any]]:
+    for example in examples:
+        yield {"prompt": [_turn("user", example.question)], "completion": [_turn("assistant", example.answer)]}
 
 
 def preferences() -> DatasetDict:
@@ -173,12 +179,16 @@ def copied_words_reward(
     return [min(1.0, len(words) / COPIED_WORDS) for words in copied]
 
 
-def build_model(path: str | Path, *, positions: int = 1024, initializer_range: float = 0.06) -> None:
+def build_model(
+    path: str | Path, *, positions: int = 1024, initializer_range: float = 0.06, mask_token: str | None = None
+) -> None:
     """Write a tiny, untrained Llama and its tokenizer to a folder, for `from_pretrained`.
 
     With transformers' default `initializer_range` of 0.02, the demo of `sft.py` has too few steps to learn the facts.
     """
     tokenizer: Any = build_tokenizer()
+    if mask_token is not None:
+        tokenizer.add_special_tokens({"mask_token": mask_token})
     tokenizer.save_pretrained(path)
     config = LlamaConfig(
         vocab_size=len(tokenizer),

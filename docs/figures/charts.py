@@ -226,6 +226,32 @@ def embeddings_chart(figure: Figure) -> str:
     return f"Rows without padding, and queries computed once, are {min(speeds):.1f}x to {max(speeds):.1f}x as fast"
 
 
+DIFFUSION_WAYS = {
+    "flashmask": "packed rows",
+    "flex_attention": "packed rows, FlexAttention",
+    "dllm_sdpa": "dllm: padded, SDPA",
+}
+"""Ways to train block diffusion, in the order of a table."""
+
+
+def diffusion_chart(figure: Figure) -> str:
+    """Draw block diffusion by length, over dllm's way."""
+    bars, speeds = Bars(), list[float]()
+    for case in groups(read_all("diffusion_*"), "shape", "length"):
+        rates = {row["implementation"]: float(row[RATE]) for row in trained(case)}
+        if {"flashmask", "dllm_sdpa"} <= rates.keys():
+            speeds.append(rates["flashmask"] / rates["dllm_sdpa"])
+            ratios = {name: rates[name] / rates["dllm_sdpa"] for name in DIFFUSION_WAYS if name in rates}
+            texts = {name: f"{ratio:.2f}x  {DIFFUSION_WAYS[name]}" for name, ratio in ratios.items()}
+            bars[f"{case[0]['shape']}, {int(case[0]['length']) // 1024}K"] = {
+                name: (ratio, texts[name]) for name, ratio in ratios.items()
+            }
+    draw_bars(figure, bars)
+    return (
+        f"Block diffusion on packed rows trains {min(speeds):.1f}x to {max(speeds):.1f}x as fast as in padded batches"
+    )
+
+
 def parallel_chart(figure: Figure) -> str:
     """Draw rows of 131,072 tokens over two GPUs."""
     bars, kept = Bars(), list[float]()
@@ -445,6 +471,7 @@ CHARTS: dict[str, Callable[[Figure], str]] = {
         for shape in ("llama-3.2-1b", "llama-3.1-8b")
         for kind, column, label in (("row_speed", RATE, "tokens per second"), ("row_memory", "peak_gib", "peak GiB"))
     },
+    **({"diffusion": diffusion_chart} if read_all("diffusion_*") else {}),
     **({"images": images_chart} if read_all("images_*") else {}),
     **({"embeddings": embeddings_chart} if read_all("embeddings_*") else {}),
 }

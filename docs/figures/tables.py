@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from charts import (
+    DIFFUSION_WAYS,
     EARLY,
     EMBEDDING_CASES,
     EMBEDDING_WAYS,
@@ -406,9 +407,7 @@ def images() -> str:
     ran = {row["implementation"] for line in lines for row in line}
 
     def figures(name: str, line: list[Row]) -> str:
-        found = select(line, implementation=name)
-        form = f"{{{RATE}:,.0f}} / {{peak_gib:.0f}}" if trained(found) else f"{{{RATE}}}"
-        return form.format_map(found[0]) if found else "-"
+        return _rate_and_memory(select(line, implementation=name))
 
     columns: Columns = {"model": "{shape}", "tokens per row": "{length:,.0f}"}
     columns["in images"] = lambda line: f"{line[0]['task'].rpartition('_')[2]}%"
@@ -440,6 +439,27 @@ def embeddings() -> str:
     shape = "real tokens/s / peak GiB, random weights; rerankers: a query of 512 tokens with 16 documents of 256"
     shown = table(lines[0], lines, columns, "benchmarks/embeddings.py", shape)
     return f"{shown}![Speed of rows without padding over the fastest padded way](assets/embeddings.svg)\n\n"
+
+
+def diffusion() -> str:
+    """Block diffusion beside dllm and FlexAttention, and its chart; nothing before it was measured."""
+    lines = groups(read_all("diffusion_*"), "shape", "length")
+    if not lines:
+        return ""
+    columns: Columns = {"model": "{shape}", "trained": "{trained}", "tokens of documents": "{length:,.0f}"}
+    for name, way in DIFFUSION_WAYS.items():
+        columns[way] = lambda line, name=name: _rate_and_memory(select(line, implementation=name))
+    shape = (
+        "tokens/s / peak GiB, random weights, documents of 1,024 tokens on average, blocks of 32, padded batches of 8"
+    )
+    shown = table(lines[0], lines, columns, f"{TRAINING} diffusion", shape)
+    return f"\n\n## What it gains\n{shown}![Speed of block diffusion over dllm's way](assets/diffusion.svg)\n\n"
+
+
+def _rate_and_memory(rows: list[Row]) -> str:
+    """Return the cell of a row of `training.py`, if any: its rate and memory, or why it has none."""
+    form = f"{{{RATE}:,.0f}} / {{peak_gib:.0f}}" if trained(rows) else f"{{{RATE}}}"
+    return form.format_map(rows[0]) if rows else "-"
 
 
 def profile() -> str:
@@ -617,7 +637,7 @@ LONG = "65,536 tokens in all, or one row, medians of 5 turns, or 3 with 131,072"
 TURNS, GROUPED = "medians of 5 turns, or 3 with 131,072", ("8192", "32768", "131072")
 PLAIN = (peers, peers_widths, deterministic, ragged, sparse, dropout, decoding, short, masks_made, fast_settings,
          settings, alignment, preference, trajectories, row_lengths, images, embeddings, profile, parallel, convergence,
-         packing, sharing, first_step, sparse_training, gallery, long_length)  # fmt: skip
+         packing, sharing, first_step, sparse_training, gallery, long_length, diffusion)  # fmt: skip
 TEXTS: dict[str, Callable[[], str]] = {function.__name__.replace("_", "-"): function for function in PLAIN} | {
     "peers-long": partial(peers_shapes, "attention_peers_h200", ("32768", "131072"), LONG, ""),
     "peers-grouped": partial(peers_shapes, "attention_peers_gqa_h100", GROUPED, TURNS, " --tokens TOKENS --group 4"),

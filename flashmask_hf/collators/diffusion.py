@@ -24,30 +24,25 @@ from flashmask_hf.names import DIFFUSION_LABELS, DIFFUSION_WEIGHTS, IGNORED, VEC
 
 @dataclass
 class DataCollatorForMaskedDiffusion(DataCollatorForPackedLanguageModeling):
-    """Data collator that packs the examples of a batch, and replaces random tokens by the mask token.
+    """Data collator of packed documents whose tokens see each other, some of them noised (MDLM, LLaDA, Dream).
 
-    For models that fill in whole documents (MDLM, LLaDA, Dream): the tokens of a document see each other. A document's
-    noise level t is uniform in `levels`, and each of its tokens is noised with probability t. Tokens without a label,
-    as of prompts, are never noised. Examples and other options are as in `DataCollatorForPackedLanguageModeling`, but
-    a document's first token is learned, too.
+    Each document draws a noise level t from `levels`, and replaces each token by the mask token with probability t.
+    Tokens without a label, such as prompts, stay. Examples and other options are as in
+    `DataCollatorForPackedLanguageModeling`; first tokens are learned, too. The loss is `diffusion_loss`.
 
-    The loss is `diffusion_loss`: the sum of the noised tokens' weighted losses, divided by the number of labels, noised
-    or not. Set `model.loss_function = diffusion_loss`, or use `PackedDiffusionTrainer`.
-
-    Noise comes from torch's random state, in which workers differ, and from an example's tokens: ranks with the same
-    seed draw different noise.
+    Noise is drawn from torch's random state and an example's tokens, so that workers and ranks differ.
 
     Args:
         mask_token_id: token id that replaces noised tokens.
         levels: range of noise levels, 0 < low <= high <= 1. BD3LM clips it, for example to (0.3, 0.8).
         weight: weight of a noised token: "1/t", the variational bound, or "uniform".
-        seed: None, or a seed that fixes the noise of each example, for evaluation.
-        shift: whether the logits of a token are of the next token (Dream). A first token is then never noised.
+        seed: None, or a seed that fixes each example's noise.
+        shift: whether a token's logits predict the next token (Dream). First tokens are then never noised.
 
     Returns:
         dict[str, Tensor]: `input_ids`, noised, `position_ids` and `labels`, int64 [rows, S]; `startend_row_indices`,
-        int32 [rows, 1, S, 4]; `diffusion_labels`, int64 [rows, S], the token that the logits of each row are to
-        predict, -100 where it is not noised; `diffusion_weights`, float32 [rows, S].
+        int32 [rows, 1, S, 4]; `diffusion_labels`, int64 [rows, S], the noised token that each row predicts, or -100;
+        `diffusion_weights`, float32 [rows, S].
 
     Raises:
         TypeError: an option has the wrong type.
@@ -99,11 +94,10 @@ class DataCollatorForMaskedDiffusion(DataCollatorForPackedLanguageModeling):
         return self._lay_out(lengths, *clean, torch.from_numpy(noise))
 
     def _copies(self) -> int:
-        """Return the number of noisy copies of a document."""
         return 1
 
     def _spans(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the lengths of the spans with one noise level, of documents with these lengths."""
+        """Return the lengths of the spans with one noise level."""
         return lengths
 
     def _draw(self, forest: Forest) -> NDArray[np.float32]:
@@ -123,7 +117,7 @@ class DataCollatorForMaskedDiffusion(DataCollatorForPackedLanguageModeling):
     def _lay_out(
         self, lengths: list[list[int]], ids: Tensor, positions: Tensor, labels: Tensor, noise: Tensor
     ) -> dict[str, Tensor]:
-        """Return the batch of packed documents, [rows, S], from their noise, [copies, rows, S]."""
+        """Return the batch from packed documents [rows, S] and their noise [copies, rows, S]."""
         mask = document(lengths, kv_len=ids.shape[1], q_len=ids.shape[1])
         weights, noised = noise[0], noise[0] > 0
         batch = self._batch(mask, ids.masked_fill(noised, self.mask_token_id), positions, labels)
@@ -139,26 +133,21 @@ class DataCollatorForMaskedDiffusion(DataCollatorForPackedLanguageModeling):
 
 @dataclass
 class DataCollatorForBlockDiffusion(DataCollatorForMaskedDiffusion):
-    """Data collator of block diffusion: packed rows of noisy blocks beside their clean documents.
+    """Data collator of block diffusion: noisy blocks beside their clean documents (BD3LM, SDAR, Fast-dLLM v2).
 
-    For models that fill in a block after the other (BD3LM, SDAR, Fast-dLLM v2): a noisy block sees itself and the clean
-    blocks before it. Rows are in the order of `masks.block_diffusion`, and a row of n tokens has (copies + 1) * n.
-    `max_length` counts the tokens of documents.
+    Rows are in the order of `masks.block_diffusion`: n tokens of documents, which `max_length` counts, make
+    (copies + 1) * n. Noise, loss and errors are as in `DataCollatorForMaskedDiffusion`.
 
     Args:
-        block_size: tokens per block; the last one of a document may be shorter.
-        copies: noisy copies per document, each with noise of its own; the loss is their mean.
-        complementary: whether every second copy noises the tokens that the one before leaves (Fast-dLLM v2). `copies`
-            must be even, and levels end at 1 - `levels[0]`.
-        per: whether a "document" has one noise level, or each "block" its own (BD3LM).
+        block_size: tokens per block; a document's last block may be shorter.
+        copies: noisy copies per document; the loss is their mean.
+        complementary: whether every second copy noises what the copy before leaves (Fast-dLLM v2). `copies` must be
+            even, and levels end at 1 - `levels[0]`.
+        per: whether each "document" or each "block" (BD3LM) draws a noise level.
 
     Returns:
         dict[str, Tensor]: as in `DataCollatorForMaskedDiffusion`; `labels` are at clean rows, `diffusion_labels` at
         noisy rows.
-
-    Raises:
-        TypeError: an option has the wrong type.
-        ValueError: an option is out of range.
 
     Example:
         >>> collator = DataCollatorForBlockDiffusion(mask_token_id=9, block_size=2, seed=1)

@@ -76,15 +76,14 @@ def diffusion_loss(
 ) -> Tensor:
     """Return the weighted cross entropy of noised tokens per label, noised or not (BD3LM, MDLM, LLaDA).
 
-    Set `model.loss_function = diffusion_loss` to train on the batches of `DataCollatorForBlockDiffusion` and
-    `DataCollatorForMaskedDiffusion`. transformers' Trainer divides by the number of `labels` in all batches of a step,
-    but for the first one of a row; `PackedDiffusionTrainer` counts it, too.
+    Set `model.loss_function = diffusion_loss` to train on batches of diffusion in transformers' Trainer, which does not
+    count a label at the start of a row, unlike `PackedDiffusionTrainer`.
 
     Args:
         logits: [R, S, V].
-        labels: int64 [R, S], the tokens that may be noised; only counted.
+        labels: int64 [R, S], which are counted.
         vocab_size: ignored.
-        diffusion_labels: int64 [R, S], the token that each row predicts, -100 where it is not noised.
+        diffusion_labels: int64 [R, S], the noised token that each row predicts, or -100.
         diffusion_weights: float32 [R, S], factors of the losses.
         num_items_in_batch: divisor of the sum of the losses; None is the number of `labels`.
 

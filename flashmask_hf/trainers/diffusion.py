@@ -21,28 +21,24 @@ from flashmask_hf.trainers.weighing import label_count
 
 
 class PackedDiffusionTrainer(PackedSFTTrainer):
-    """`PackedSFTTrainer` for diffusion language models: noised documents, in blocks or whole, on packed rows.
+    """`PackedSFTTrainer` for diffusion language models: packed documents, noised in blocks or whole.
 
-    TRL tokenizes datasets and `pack_dataset` packs them, as in `PackedSFTTrainer`; the collator noises the rows. The
-    loss is `diffusion_loss`, whose divisor counts labels, noised or not, over all batches and ranks of a step. Logits
-    are computed for noised tokens alone, in tiles. Evaluation has the same noise each time.
-
-    Logs are of `PackedSFTTrainer`; `entropy` and `mean_token_accuracy` are of noised tokens. Tokens count once, however
-    many rows they have.
+    The loss is `diffusion_loss` over the labels of all batches and ranks of a step. Logits are computed for noised
+    tokens alone, in tiles. Evaluation has the same noise each time. Logs count each token once; `entropy` and
+    `mean_token_accuracy` are of noised tokens.
 
     Args:
-        model: a causal language model of transformers, or its name. Its attention must be "flashmask".
+        model: a causal language model with attention "flashmask", or a name.
         args: a `trl.SFTConfig`. `max_length` counts the tokens of a row's documents; in block diffusion the row is
             `copies + 1` times as long.
-        data_collator: a `DataCollatorForBlockDiffusion` or `DataCollatorForMaskedDiffusion`, required.
-        **kwargs: as in `PackedSFTTrainer`, like all arguments not listed.
+        data_collator: a `DataCollatorForBlockDiffusion` or `DataCollatorForMaskedDiffusion`.
+        *given: as in `PackedSFTTrainer`.
+        **kwargs: as in `PackedSFTTrainer`.
 
     Raises:
         TypeError: `args` or `data_collator` has the wrong type.
-        ValueError: the model's attention is code of its own (LLaDA, Dream and other remote code), or not "flashmask";
-            an option changes the loss (`loss_type`, `label_smoothing_factor`, `compute_loss_func`), reads logits
-            (`compute_metrics`, `preprocess_logits_for_metrics`), packs in TRL, or splits rows over ranks; or as in
-            `PackedSFTTrainer`.
+        ValueError: the model has attention code of its own (remote code: LLaDA, Dream) or another attention; an option
+            changes the loss, reads logits, packs in TRL, or splits rows over ranks; or as in `PackedSFTTrainer`.
 
     Example:
         ```python

@@ -58,8 +58,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from block_diffusion import Batch, draw_row
 from datasets import Dataset
-from diffusion import Batch, draw_row
 from harness import Results, attempt, available, flags, free_memory, parsed, random_lengths, synchronize, time_left
 from images import Conversations
 from packed_attention import attention, block_mask, dense_mask

@@ -329,11 +329,11 @@ def test_training_on_preferences(run, monkeypatch):
 @pytest.mark.full
 def test_training_of_block_diffusion(run, monkeypatch):
     """The packed row and dllm's padded batches have one loss, or the program exits."""
-    import diffusion
+    import block_diffusion
 
-    monkeypatch.setattr(diffusion, "MEAN", 128)
-    monkeypatch.setattr(diffusion, "SHORTEST", 32)
-    monkeypatch.setattr(diffusion, "BATCH_SIZE", 2)
+    monkeypatch.setattr(block_diffusion, "MEAN", 128)
+    monkeypatch.setattr(block_diffusion, "SHORTEST", 32)
+    monkeypatch.setattr(block_diffusion, "BATCH_SIZE", 2)
     rows = run("training", "diffusion", *TINY, "--lengths", 768, 1024)
     assert [(row["length"], row["implementation"]) for row in rows] == [
         (length, name) for length in ("768", "1024") for name in ("flashmask", "dllm_sdpa")

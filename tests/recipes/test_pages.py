@@ -13,7 +13,7 @@ pytestmark = [*TRAINER_WARNINGS, pytest.mark.filterwarnings("ignore:`pad_token` 
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-RECIPES = ("sft", "vision_sft", "dpo", "reward", "grpo")
+RECIPES = ("sft", "vision_sft", "diffusion", "dpo", "reward", "grpo")
 
 
 def commands(page):
