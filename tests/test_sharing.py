@@ -87,6 +87,13 @@ def numbered(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     return batch | dict(attention_mask=numbers)
 
 
+def as_open_rlhf(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return a batch padded on the left whose padding has position 1."""
+    batch = padded(rows, left=True)
+    real = batch["attention_mask"]
+    return batch | dict(position_ids=(real.cumsum(1) - 1).masked_fill(real == 0, 1))
+
+
 def bounded(rows: list[torch.Tensor]) -> dict[str, Any]:
     bounds = torch.tensor([0, *(len(own) for own in rows)]).cumsum(0).to(torch.int32)
     longest = max(map(len, rows))
@@ -101,6 +108,7 @@ FORMS = {
     "flat": flat,
     "flat, numbered and padded": numbered,
     "flat, with bounds": bounded,
+    "padded as OpenRLHF": as_open_rlhf,
     "padded, one row of positions": lambda rows: (
         padded(rows) | dict(position_ids=torch.arange(padded(rows)["input_ids"].shape[1])[None])
     ),
@@ -140,7 +148,7 @@ def test_every_form_of_a_batch(form):
     batch = FORMS[form](sequences())
     compare(shared, stock, batch)
     assert _pack.cache_info().misses == 1
-    shared(**batch)
+    assert shared(**batch).past_key_values is None
     assert _pack.cache_info()[:2] == (1, 1)  # a second forward of a batch packs nothing
 
 
@@ -258,9 +266,13 @@ def test_dropout_warns_and_runs_as_before(caplog):
     assert _pack.cache_info().misses == 1
 
 
+def rewritten(model: Any, **batch: Any) -> dict[str, Any]:
+    """Return the arguments of the backbone for a batch."""
+    return rewrite(Call(model.base_model, (), {name: x for name, x in batch.items() if name != "labels"})).named
+
+
 def is_shared(model: Any, **batch: Any) -> bool:
-    batch.pop("labels", None)
-    return PACKED_INDEX in rewrite(Call(model.base_model, (), batch)).named
+    return PACKED_INDEX in rewritten(model, **batch)
 
 
 @pytest.mark.parametrize("name", ["attention_dropout", "layerdrop", "neftune_noise_alpha", "jitter_noise"])
@@ -297,8 +309,10 @@ def test_a_call_waits_for_the_device_once(monkeypatch):
     for nth, form in enumerate(FORMS):
         batch = FORMS[form](sequences())
         with NoSynchronization():
-            assert is_shared(shared, **batch)
+            named = rewritten(shared, **batch)
         assert len(waits) == nth + 1, form
+        kept = {name for name, x in named.items() if x is not None and not name.startswith("packed")}
+        assert kept == {"input_ids", "position_ids", "startend_row_indices", "use_cache"}, form
 
 
 def test_positions_of_several_axes_run_as_before():
@@ -347,7 +361,7 @@ def test_documents_of_seq_idx_alone_are_refused_as_without_sharing():
     for part in (stock, shared, shared.base_model):
         with pytest.raises(RuntimeError, match="seq_idx numbers documents of a row"):
             part(**given)
-    compare(shared, stock, batch | {"seq_idx": (batch["position_ids"] == 0).cumsum(1)})
+    compare(shared, stock, batch | {"seq_idx": (batch["position_ids"] == 0).cumsum(1) - 1})
     assert _pack.cache_info().misses == 1
 
 
@@ -361,6 +375,7 @@ def test_wrong_calls():
         flashmask_hf.share_prefixes(model_zoo.build("lfm2", "flashmask"))
     flashmask_hf.share_prefixes(shared)
     flashmask_hf.share_prefixes(shared, minimum=1)  # in place of the first
+    assert len(shared.base_model._forward_hooks) == 2
     _pack.cache_clear()
     shared(**padded(sequences()))
     assert [change.keywords for change in state_of(shared.base_model).rewrites] == [{"minimum": 1}]
