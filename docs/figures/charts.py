@@ -252,6 +252,22 @@ def diffusion_chart(figure: Figure) -> str:
     )
 
 
+DRAFTERS = {"eagle3": "EAGLE-3", "dflash": "DFlash"}
+
+
+def drafts_chart(figure: Figure) -> str:
+    """Draw attention of drafters over FlexAttention."""
+    bars, speeds = Bars(), list[float]()
+    for case in groups([row for row in read_all("drafts_*") if row["milliseconds"]], "task", "length"):
+        ours, other = (select(case, implementation=x) for x in ("flashmask", "flex_attention"))
+        if ours and other:
+            speeds.append(float(other[0]["milliseconds"]) / float(ours[0]["milliseconds"]))
+            name = f"{DRAFTERS[case[0]['task']]}, {int(case[0]['length']) // 1024}K"
+            bars[name] = {"flashmask": (speeds[-1], f"{speeds[-1]:.2f}x")}
+    draw_bars(figure, bars, "FlexAttention = 1")
+    return f"Layers of drafters with masks run {min(speeds):.1f}x to {max(speeds):.1f}x as fast as FlexAttention"
+
+
 def parallel_chart(figure: Figure) -> str:
     """Draw rows of 131,072 tokens over two GPUs."""
     bars, kept = Bars(), list[float]()
@@ -474,6 +490,7 @@ CHARTS: dict[str, Callable[[Figure], str]] = {
     **({"diffusion": diffusion_chart} if read_all("diffusion_*") else {}),
     **({"images": images_chart} if read_all("images_*") else {}),
     **({"embeddings": embeddings_chart} if read_all("embeddings_*") else {}),
+    **({"drafts": drafts_chart} if read_all("drafts_*") else {}),
 }
 """Function of each chart in docs/assets, by its name without the suffix."""
 

@@ -9,6 +9,7 @@ from functools import partial
 
 from charts import (
     DIFFUSION_WAYS,
+    DRAFTERS,
     EARLY,
     EMBEDDING_CASES,
     EMBEDDING_WAYS,
@@ -226,6 +227,29 @@ def dropout() -> str:
             columns[f"{title}, dropout"] = cell("{forward_ms:.2f}/{backward_ms:.2f}", "", provider=drops)
     shape = "ms of forward/backward, 65,536 tokens, 4,096 numbers per token, dropout 0.1"
     return table(rows, ["mask", "length", "head_dim"], columns, f"{ATTENTION} dropout", shape)
+
+
+def drafts() -> str:
+    """Attention of drafters beside FlexAttention, mask making included; nothing before it was measured."""
+    rows = read_all("drafts_*")
+    if not rows:
+        return ""
+    ways = {"flashmask": "flashmask", "flex_attention": "FlexAttention"}
+    more = {"eagle3": "7 steps", "dflash": "512 blocks of 16"}
+    columns: Columns = {
+        "layer": lambda line: f"{DRAFTERS[line[0]['task']]}, {more[line[0]['task']]}",
+        "tokens per row": "{length:,.0f}",
+    }
+    columns |= {title: cell("{milliseconds:.1f} / {peak_gib:.1f}", "-", implementation=x) for x, title in ways.items()}
+
+    def faster(line: list[Row]) -> str:
+        ours, other = (select(line, implementation=x)[0]["milliseconds"] for x in ways)
+        return f"{float(other) / float(ours):.2f}x" if ours and other else "-"
+
+    columns["gain"] = faster
+    shape = "ms / GiB of a layer's forward and backward, masks made in each step, 32 query heads, 8 key-value heads, "
+    shown = table(rows, ["task", "length"], columns, "benchmarks/drafts.py", f"{shape}head dim 128, four documents")
+    return f"{shown}![Speed of drafters' layers over FlexAttention](assets/drafts.svg)\n\n"
 
 
 def decoding() -> str:
@@ -635,9 +659,9 @@ def gallery() -> str:
 
 LONG = "65,536 tokens in all, or one row, medians of 5 turns, or 3 with 131,072"
 TURNS, GROUPED = "medians of 5 turns, or 3 with 131,072", ("8192", "32768", "131072")
-PLAIN = (peers, peers_widths, deterministic, ragged, sparse, dropout, decoding, short, masks_made, fast_settings,
-         settings, alignment, preference, trajectories, row_lengths, images, embeddings, profile, parallel, convergence,
-         packing, sharing, first_step, sparse_training, gallery, long_length, diffusion)  # fmt: skip
+PLAIN = (peers, peers_widths, deterministic, ragged, sparse, dropout, drafts, decoding, short, masks_made,
+         fast_settings, settings, alignment, preference, trajectories, row_lengths, images, embeddings, profile,
+         parallel, convergence, packing, sharing, first_step, sparse_training, gallery, long_length, diffusion)  # fmt: skip
 TEXTS: dict[str, Callable[[], str]] = {function.__name__.replace("_", "-"): function for function in PLAIN} | {
     "peers-long": partial(peers_shapes, "attention_peers_h200", ("32768", "131072"), LONG, ""),
     "peers-grouped": partial(peers_shapes, "attention_peers_gqa_h100", GROUPED, TURNS, " --tokens TOKENS --group 4"),

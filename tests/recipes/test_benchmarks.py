@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import importlib
 import os
@@ -561,6 +562,23 @@ def test_long_rows(run):
         ("600", "kept", "3 equal"),
         ("500", "kept", "3 equal"),
     ]
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_drafts(run, monkeypatch):
+    """Both ways have one sum, or the mask of one is wrong. FlexAttention has no backward on a CPU."""
+    import drafts
+
+    monkeypatch.setattr(drafts, "_blocks", drafts.create_block_mask)
+    monkeypatch.setattr(drafts, "_flex", drafts.flex_attention)
+    rows = run("drafts", "--lengths", 64, "--blocks", 4, "--repeats", 1, "--providers", "flashmask")
+    assert [(row["task"], row["status"]) for row in rows] == [("eagle3", "timed"), ("dflash", "timed")]
+    case = drafts.Case([100, 60, 40], [3, 99, 100, 180], torch.arange(3).repeat_interleave(torch.tensor([100, 60, 40])))
+    for task, ways in drafts.TASKS.items():
+        tensors = [x.detach() for x in drafts.tensors_of(task, 200, argparse.Namespace(device="cpu", blocks=4))]
+        one, other = (way(case, tensors).item() for way in ways.values())
+        assert one == pytest.approx(other, rel=1e-5)
 
 
 @pytest.mark.full
