@@ -661,7 +661,8 @@ LONG = "65,536 tokens in all, or one row, medians of 5 turns, or 3 with 131,072"
 TURNS, GROUPED = "medians of 5 turns, or 3 with 131,072", ("8192", "32768", "131072")
 PLAIN = (peers, peers_widths, deterministic, ragged, sparse, dropout, drafts, decoding, short, masks_made,
          fast_settings, settings, alignment, preference, trajectories, row_lengths, images, embeddings, profile,
-         parallel, convergence, packing, sharing, first_step, sparse_training, gallery, long_length, diffusion)  # fmt: skip
+         parallel, convergence, packing, sharing, first_step, sparse_training, gallery, long_length,
+         diffusion)  # fmt: skip
 TEXTS: dict[str, Callable[[], str]] = {function.__name__.replace("_", "-"): function for function in PLAIN} | {
     "peers-long": partial(peers_shapes, "attention_peers_h200", ("32768", "131072"), LONG, ""),
     "peers-grouped": partial(peers_shapes, "attention_peers_gqa_h100", GROUPED, TURNS, " --tokens TOKENS --group 4"),
