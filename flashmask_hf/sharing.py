@@ -113,13 +113,13 @@ def _can_share(call: Call) -> bool:
     others = [value for name, value in call.named.items() if name not in {"input_ids", *_REPLACED}]
     if any(isinstance(value, (Tensor, list, tuple, Mapping)) for value in others):  # of each token, or of images
         return False
-    if any(map(_drops, call.model.modules())):
+    if any(map(drops, call.model.modules())):
         _warn_of_dropout(call.name)
         return False
     return True
 
 
-def _drops(part: nn.Module) -> bool:
+def drops(part: nn.Module) -> bool:
     """Return whether a module drops values or adds noise in training: as a dropout, or by a rate as an attribute."""
     if isinstance(part, nn.modules.dropout._DropoutNd):
         return part.training and part.p > 0

@@ -273,7 +273,7 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
         examples = inputs.pop(EXAMPLE_TOKENS, None)
         if examples is not None and not self._shares:
             check_sharing(self)
-            self._shares = True
+            self._shares = mode == "train"
         if VECTORS in inputs:
             indices = inputs[VECTORS]
             check_compiled(model, indices.device)

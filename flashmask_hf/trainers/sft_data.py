@@ -7,10 +7,10 @@ from typing import Any
 
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
-from torch import nn
 
 from flashmask_hf.collators.dataset import packing_efficiency
 from flashmask_hf.collators.labels import MASK_COLUMNS
+from flashmask_hf.sharing import drops
 from flashmask_hf.trainers.context_parallel import context_parallel_size
 from flashmask_hf.trainers.formats import CONTEXTS, refuse_other_keys, refuse_unread_context
 
@@ -70,7 +70,7 @@ def check_completions(example: dict[str, Any], dataset_name: str) -> None:
 
 
 def check_sharing(trainer: Any) -> None:
-    """Check a trainer before its first batch with shared prefixes; warn of dropout, which draws once for shared tokens.
+    """Check a trainer before it trains on shared prefixes; warn of dropout, which draws once for a shared token.
 
     Raises:
         ValueError: it learns the auxiliary loss of a mixture of experts, which counts tokens.
@@ -78,8 +78,8 @@ def check_sharing(trainer: Any) -> None:
     if trainer.aux_loss_enabled:
         problem = "the auxiliary loss of a mixture of experts would count a token once that several examples share"
         raise ValueError(f"{problem}; set output_router_logits=False in the model's config, or share_prefixes=False")
-    if any(isinstance(module, nn.Dropout) and module.p > 0 for module in trainer.model.modules()):
-        logger.warning("Examples that share a token also share what dropout drops of it; set it to 0 for none to.")
+    if any(map(drops, trainer.model.modules())):
+        logger.warning("Examples share what dropout or noise does to shared tokens; set it to 0, or share no prefixes.")
 
 
 def packing_report(args: Any, examples: int, packed: Dataset, name: str, row_length: int | None = None) -> str:

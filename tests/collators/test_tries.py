@@ -41,7 +41,7 @@ def fewest(sequences, row_length):
     return best[-1]
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(EXAMPLES, st.integers(7, 16))
 def test_tries_fit_rows_and_compute_the_fewest_tokens(rows, row_length):
     sequences = arrays(rows)
@@ -64,7 +64,7 @@ def paths(batch, row):
     return [[key for key in range(at + 1) if at < ends[key]] for at in range(len(ends)) if ends[at]]
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     st.lists(st.tuples(TOKENS, st.lists(st.sampled_from((0, 1, -2)), min_size=7, max_size=7)), min_size=1, max_size=8),
     st.integers(7, 20),

@@ -138,9 +138,14 @@ CASES = {
     "thinking, cut over rows": ("llama", thinking, 72),
     "window": ("mistral", thinking, 200),
 }
+FULL = ("unrolled", "sampled", "thinking, cut over rows")
+"""Cases that the quick lane leaves out."""
 
 
-@pytest.mark.parametrize(("kind", "make", "row_length"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    ("kind", "make", "row_length"),
+    [pytest.param(*case, marks=[pytest.mark.full] * (name in FULL), id=name) for name, case in CASES.items()],
+)
 def test_a_step_is_stock_on_the_examples(kind, make, row_length, tmp_path, capsys):
     data = make(np.random.default_rng(0))
     settings = {"per_device_train_batch_size": 100, "max_length": row_length}
@@ -185,7 +190,7 @@ def test_accumulated_batches_of_an_adapter_under_checkpointing(tmp_path):
     assert_stock(shared, stock, ("loss", "num_tokens"))
 
 
-@pytest.mark.parametrize("prepared", ["stream", "packed before"])
+@pytest.mark.parametrize("prepared", ["stream", pytest.param("packed before", marks=pytest.mark.full)])
 def test_streams_and_rows_that_are_packed_before(prepared, tmp_path):
     data = thinking(np.random.default_rng(2))
     rows: Any = IterableDataset.from_generator(
@@ -240,6 +245,7 @@ def first_step(model: Any, tmp_path: Any) -> None:
     PackedSFTTrainer(model, SFTConfig(**settings), **options).train()
 
 
+@pytest.mark.full
 def test_models_that_cannot_share_raise_in_the_first_step(tmp_path):
     sizes = llama_config(**SIZES).to_dict() | {
         "model_type": "qwen3_moe",
@@ -262,5 +268,5 @@ def test_dropout_warns(tmp_path, caplog):
     settings = {"options": SHARED, "peft": config}
     trainer_of(PackedSFTTrainer, tmp_path, "llama", unrolled(np.random.default_rng(0)), **settings).train()
     assert [x.message for x in caplog.records if "dropout" in x.message] == [
-        "[RANK 0] Examples that share a token also share what dropout drops of it; set it to 0 for none to."
+        "[RANK 0] Examples share what dropout or noise does to shared tokens; set it to 0, or share no prefixes."
     ]
