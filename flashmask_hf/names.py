@@ -38,6 +38,9 @@ LABEL_WEIGHTS = "label_weights"
 SHIFT_LABEL_WEIGHTS = "shift_label_weights"
 """The batch key of the weights beside `shift_labels`, float32 [R, S]: what the label after each token counts."""
 
+PAIR_WEIGHTS = "pair_weights"
+"""The batch key of what each pair of answers counts, float32 [examples]."""
+
 EXAMPLE_TOKENS = "example_tokens"
 """The batch key of the number of tokens that each packed row would have if it shared no prefixes, int64 [examples]."""
 

@@ -15,8 +15,10 @@ from flashmask_hf.collators.answers import first_equals, read_answers
 from flashmask_hf.collators.columns import all_have, as_number, example_names
 from flashmask_hf.collators.forest import Forest
 from flashmask_hf.collators.images import TOKEN_TYPES, add_image_tokens
+from flashmask_hf.collators.labels import WEIGHT
 from flashmask_hf.collators.packing import PackingCollator, as_count, check_truncation_mode
 from flashmask_hf.collators.rope_index import RopeIndex
+from flashmask_hf.names import PAIR_WEIGHTS
 
 _FORMS = (("prompt_ids", "chosen_ids", "rejected_ids"), ("prompt_ids", "answers_ids"))
 
@@ -26,7 +28,8 @@ class DataCollatorForSharedQuestion(PackingCollator):
     """Data collator for preferences that packs each question once, followed by its answers.
 
     An example has `prompt_ids`, and either `chosen_ids` and `rejected_ids`, as `trl.DPOTrainer` prepares them, or
-    `answers_ids`, a list of two or more answers, best first. `ref_chosen_logps` and `ref_rejected_logps` are passed on.
+    `answers_ids`, a list of two or more answers, best first. `ref_chosen_logps` and `ref_rejected_logps` are passed on,
+    and so is `weight`, a number of at least 0, a factor of the example's loss in `SharedQuestionDPOTrainer`.
 
     A batch has the keys of TRL's `DataCollatorForPreference`, one sequence per answer, and the packed rows.
     `flashmask_hf.hf.packed.rows` makes the backbone run the rows and return the sequences' hidden states.
@@ -51,7 +54,8 @@ class DataCollatorForSharedQuestion(PackingCollator):
           token's depth, then the model's axes;
         * `packed_index`, int64 [N, L]: the index of each token in the flattened rows (arbitrary for padding);
         * `question_index`, int64 [N]: the example of each sequence, if an example has more than two answers;
-        * `ref_chosen_logps` and `ref_rejected_logps`, float32 [examples], if the examples have them.
+        * `ref_chosen_logps` and `ref_rejected_logps`, float32 [examples], if the examples have them; `pair_weights`,
+          float32 [examples], if they have weights.
 
     Raises:
         ValueError: also for an empty question or answer, or fewer than two answers.
@@ -96,6 +100,7 @@ class DataCollatorForSharedQuestion(PackingCollator):
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """Collate one batch."""
         names, pixels = example_names(examples), {}
+        weights = [_weight(example, name) for example, name in zip(examples, names, strict=True)]
         if self.read_images is not None:
             examples, pixels = self.read_images(examples)
         read = [self._read(example, name) for example, name in zip(examples, names, strict=True)]
@@ -128,6 +133,8 @@ class DataCollatorForSharedQuestion(PackingCollator):
             if all_have(column, [example.get(column) is not None for example in examples], names):
                 given = zip(examples, names, strict=True)
                 batch[column] = torch.tensor([as_number(e[column], f"{column} of {name}") for e, name in given])
+        if all_have(WEIGHT, [weight is not None for weight in weights], names):
+            batch[PAIR_WEIGHTS] = torch.tensor(weights)
         return batch
 
     def _add_images(
@@ -150,6 +157,7 @@ class DataCollatorForSharedQuestion(PackingCollator):
     def check(self, example: Mapping[str, Any], name: str) -> bool:
         """Return whether `max_length` cuts an example; raise the error that collating it would raise."""
         question, answers, longest = self._read(example, name)
+        _weight(example, name)
         self._check_size(Forest.shared_question(question, answers), name)
         return longest > len(question) + max(map(len, answers))
 
@@ -176,3 +184,13 @@ class DataCollatorForSharedQuestion(PackingCollator):
         if keeps_start:
             return question, [answer[: limit - size] for answer in answers], longest
         return question[longest - limit :], answers, longest
+
+
+def _weight(example: Mapping[str, Any], name: str) -> float | None:
+    """Return the weight of an example, or None; raise a ValueError if it is negative."""
+    if example.get(WEIGHT) is None:
+        return None
+    weight = as_number(example[WEIGHT], f"weight of {name}")
+    if weight < 0:
+        raise ValueError(f"weight of {name} must be at least 0, got {weight:g}; swap its answers, or remove it")
+    return weight

@@ -14,6 +14,7 @@ from flashmask_hf.names import (
     LABEL_WEIGHTS,
     PACKED_INDEX,
     PACKED_REAL,
+    PAIR_WEIGHTS,
     QK,
     VECTORS,
 )
@@ -77,8 +78,8 @@ def check_keywords(kwargs: dict[str, Any], implementation: str) -> None:
                 f"{name} changes the result of attention and is not implemented by {asked}; "
                 + _WAYS_OUT[name].format(name)
             )
-        if name == LABEL_WEIGHTS:
-            way = "train with PackedSFTTrainer, or remove the weights from the dataset"
+        if name in (LABEL_WEIGHTS, PAIR_WEIGHTS):
+            way = "train with PackedSFTTrainer or SharedQuestionDPOTrainer, or remove the weights from the dataset"
             raise NotImplementedError(f"{name} of the batch would not weigh this trainer's loss; {way}")
         if name in _SPARSE:
             raise NotImplementedError(

@@ -14,10 +14,11 @@ from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.utils import global_then_local_main_first
 
 from flashmask_hf.collators.dataset import first_row, refuse_transform, unformatted, warn_of_weights
+from flashmask_hf.collators.labels import WEIGHT
 from flashmask_hf.collators.preference import DataCollatorForSharedQuestion
 from flashmask_hf.collators.rope_index import rope_index_of
 from flashmask_hf.hf.packed.rows import check_compiled
-from flashmask_hf.names import VECTORS
+from flashmask_hf.names import PAIR_WEIGHTS, VECTORS
 from flashmask_hf.trainers import data_checks, option_checks
 from flashmask_hf.trainers.callbacks import add_callbacks
 from flashmask_hf.trainers.even_batches import EvenBatchesMixin
@@ -25,6 +26,7 @@ from flashmask_hf.trainers.formats import preference_columns
 from flashmask_hf.trainers.images import VisionPreferences, prepare_models
 from flashmask_hf.trainers.loading import flashmask_policy, run_packed_models
 from flashmask_hf.trainers.metrics import log_sharing
+from flashmask_hf.trainers.pair_weights import PairWeightsMixin, check_pair_weights
 from flashmask_hf.trainers.resume import ResumeMixin
 
 _SMOOTHED_LOSSES = ("robust", "exo_pair", "aot", "aot_unpaired")
@@ -50,7 +52,7 @@ class SharedQuestionDPOConfig(DPOConfig):
     row_length: int | None = field(default=None, metadata={"help": "Tokens per packed row; None packs a batch in one."})
 
 
-class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, DPOTrainer):
+class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, PairWeightsMixin, DPOTrainer):
     """`trl.DPOTrainer` that computes each question once for both answers, in policy and reference.
 
     The backbone runs packed rows; TRL's head, losses and metrics get one sequence per answer. Results equal TRL's up to
@@ -59,7 +61,9 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, DPOTrainer):
 
     Datasets have one of TRL's preference formats, the format of `HuggingFaceH4/ultrafeedback_binarized`, or the columns
     `prompt_ids`, `chosen_ids` and `rejected_ids`. With a processor, a column `images` or `image` may hold images of
-    the prompt, which each model call runs once. Differences from TRL:
+    the prompt, which each model call runs once. With a column `weight`, numbers of at least 0, the loss is
+    sum(w * loss) / sum(w) over the pairs of an optimizer step on all ranks; metrics have no weights. Differences from
+    TRL:
 
     - A model loaded by name gets the attention "flashmask".
     - `truncation_mode="keep_end"` cuts a question equally for both answers. The log counts the examples cut.
@@ -78,7 +82,8 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, DPOTrainer):
             (`label_smoothing` with losses that do not read it, `label_smoothing_factor`, NEFTune, dispatched batches,
             prompt learning, activated LoRA, FSDP2's RAM-efficient loading of a reference model, `use_liger_kernel`
             before TRL 1.15); a dataset is empty, has images without a processor, video or audio, or fewer rows than a
-            batch with `dataloader_drop_last`; images meet `row_length` or a PaliGemma; or an example lacks a column,
+            batch with `dataloader_drop_last`; weights meet a loss that is no mean over pairs ("aot", "aot_unpaired",
+            "sft"); images meet `row_length` or a PaliGemma; or an example lacks a column,
             has an empty question or answer, or exceeds the model's positions.
 
     Example:
@@ -155,11 +160,13 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, DPOTrainer):
     ) -> Dataset | IterableDataset:
         dataset = data_checks.without_media(unformatted(dataset), dataset_name)
         first = first_row(dataset, f"the {dataset_name} dataset")
-        warn_of_weights(first, f"the {dataset_name} dataset")
+        warn_of_weights(first, f"the {dataset_name} dataset", read=WEIGHT)
+        if WEIGHT in first:
+            check_pair_weights(args)
         if {"prompt_ids", "chosen_ids", "rejected_ids"} <= set(first):
             return self._checked(dataset, dataset_name)
         refuse_transform(dataset, f"the {dataset_name} dataset")
-        columns = [name for name in first if name not in ("tools", "chat_template_kwargs")]
+        columns = [name for name in first if name not in ("tools", "chat_template_kwargs", WEIGHT)]
         options = data_checks.map_options(dataset, args, f"Reading {dataset_name} dataset")
         with global_then_local_main_first():
             dataset = dataset.map(preference_columns, with_indices=True, remove_columns=columns, **options)
@@ -167,6 +174,11 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, DPOTrainer):
         why = f"has a question that fills max_length={args.max_length}"
         data_checks.report_dropped(dataset, prepared, dataset_name, why)
         return self._checked(prepared, dataset_name)
+
+    def _set_signature_columns_if_needed(self) -> None:
+        super()._set_signature_columns_if_needed()
+        if WEIGHT not in self._signature_columns:
+            self._signature_columns.append(WEIGHT)
 
     def _checked(self, dataset: Any, name: str) -> Any:
         """Return a prepared dataset; check those passed to `evaluate`, after `__init__`."""
@@ -185,6 +197,7 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, DPOTrainer):
     def compute_ref_log_probs(self, model: Any, inputs: dict[str, Any]) -> Any:
         """Compute the reference's log-probabilities of one batch."""
         check_compiled(model, inputs[VECTORS].device)
+        inputs = {name: x for name, x in inputs.items() if name != PAIR_WEIGHTS}
         return super().compute_ref_log_probs(model, inputs)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:

@@ -248,3 +248,13 @@ def test_preference_columns_of_messages_that_the_answers_repeat():
     assert preference_columns(one, 0) == one
     bare = {"prompt": [user], "chosen": [user, answers["a"]], "rejected": [user]}
     assert preference_columns(bare, 0) == bare  # the rejected answer repeats no prompt: it would be empty
+
+
+def test_weights_of_raw_examples_with_images_are_read():
+    """The reader of images leaves other columns out."""
+
+    def read_images(examples):
+        return [{"prompt_ids": [5, 6], "chosen_ids": [7], "rejected_ids": [8], "sizes": []} for _ in examples], {}
+
+    batch = DataCollatorForSharedQuestion(read_images=read_images)([{"weight": 2}, {"weight": 0.5}])
+    assert batch["pair_weights"].tolist() == [2.0, 0.5]

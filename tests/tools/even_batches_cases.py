@@ -87,7 +87,7 @@ def weighed(group: Any) -> dict[str, Any]:
         Dataset.from_dict({"input_ids": rows, "weight": weights}),
         per_device_train_batch_size=4 // group.size(),
         gradient_accumulation_steps=3,
-        learning_rate=0.5,
+        learning_rate=0.1,
         optim="sgd",
     )
     trainer.train()
@@ -136,6 +136,25 @@ def prefixes(group: Any) -> dict[str, Any]:
     return {"rows": len(trainer.train_dataset)} | {name: [entry[name] for entry in logs] for name in SAME}
 
 
+def weighed_pairs(group: Any) -> dict[str, Any]:
+    """Weights of pairs, one 0, in steps of all of eight pairs."""
+    data = [row | {"weight": index / 1000} for index, row in enumerate(preference_rows(8))]
+    options = {"max_steps": 3, "per_device_train_batch_size": 4 // group.size(), "gradient_accumulation_steps": 2}
+    options |= {"eval_strategy": "steps", "eval_steps": 3, "per_device_eval_batch_size": 2, "optim": "sgd"}
+    torch.manual_seed(0)
+    models = [AutoModelForCausalLM.from_config(llama_config(), attn_implementation="flashmask") for _ in range(2)]
+    trainer = SharedQuestionDPOTrainer(
+        *models,
+        args=SharedQuestionDPOConfig(**trainer_settings(tempfile.mkdtemp()) | options),
+        train_dataset=Dataset.from_list(data),
+        eval_dataset=Dataset.from_list(data),
+        processing_class=word_tokenizer(),
+    )
+    trainer.train()
+    logs: Any = trainer.state.log_history
+    return {name: [entry[name] for entry in logs if name in entry] for name in ("loss", "grad_norm", "eval_loss")}
+
+
 def whole(count: int) -> Dataset:
     return Dataset.from_list(list(rows([list(range(count))])))
 
@@ -168,6 +187,7 @@ CASES = {
     "train, three shards": trained(20, 30, 10),
     "train, accumulation": trained(38, 22, steps=3),
     "weighed": weighed,
+    "weighed pairs": weighed_pairs,
     "evaluate, shards of unequal rows": evaluated(lambda: stream(50, 10)),
     "evaluate, three shards": evaluated(lambda: stream(20, 30, 10)),
     "evaluate, one row": evaluated(lambda: whole(1)),

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import types
 
 import pytest
@@ -26,7 +27,7 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from flashmask_hf.collators import DataCollatorForSharedQuestion
 from flashmask_hf.hf.packed.rows import run_packed
-from flashmask_hf.trainers import SharedQuestionDPOConfig, SharedQuestionDPOTrainer
+from flashmask_hf.trainers import SharedQuestionDPOConfig, SharedQuestionDPOTrainer, pair_weights
 from flashmask_hf.trainers.loading import flashmask_policy
 
 pytestmark = TRAINER_WARNINGS
@@ -385,6 +386,88 @@ def test_rows_in_any_dataset_format_are_prepared_alike(library, model_path, toke
         )
         prepared.append(trainer.train_dataset[:])
     assert prepared[0] == prepared[1]
+
+
+PAIR_WEIGHTS = [0.02, 0.0, 0.005, 0.0125, 0.03, 0.001]
+
+
+def weighed_rows(weights=PAIR_WEIGHTS):
+    return [row | {"weight": weight} for row, weight in zip(preference_rows(len(weights)), weights, strict=True)]
+
+
+def expected_of_pairs(stock):
+    """Return the loss sum(w * loss) / sum(w) of stock TRL's losses of single pairs, and its gradients."""
+    stock.model.eval().zero_grad()
+    total = 0
+    for row, weight in zip(stock.train_dataset, PAIR_WEIGHTS, strict=True):
+        total = total + weight * stock.compute_loss(stock.model, stock._prepare_inputs(stock.data_collator([row])))
+    loss = total / sum(PAIR_WEIGHTS)
+    loss.backward()
+    return loss.item(), {n: p.grad.clone() for n, p in stock.model.named_parameters() if p.grad is not None}
+
+
+def assert_close_gradients(gradients, expected):
+    assert gradients.keys() == expected.keys()
+    for name, wanted in expected.items():
+        assert (gradients[name] - wanted).abs().max() < GRADIENT_BOUND * wanted.abs().max().clamp(min=1e-3), name
+
+
+WEIGHED = {
+    "ipo, adapter, precomputed": {"loss_type": ["ipo"], "lora": True, "precompute_ref_log_probs": True},
+    "two losses": {"loss_type": ["apo_zero", "discopop"], "loss_weights": [0.3, 0.7]},
+    "WPO": {"use_weighting": True},
+}
+
+
+@pytest.mark.parametrize("options", WEIGHED.values(), ids=WEIGHED)
+def test_a_step_on_weighed_pairs_is_that_of_a_loop_over_pairs(options, model_path, tokenizer, tmp_path):
+    """In three batches; metrics have no weights."""
+    stock = make(DPOTrainer, model_path, tokenizer, tmp_path, data=weighed_rows(), **options)
+    loss, expected = expected_of_pairs(stock)
+    settings = {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 2, "optim": "sgd", "max_grad_norm": 0}
+    settings |= {"learning_rate": 1.0, "lr_scheduler_type": "constant", "max_steps": 1}
+    logs = []
+    for data in (weighed_rows(), preference_rows(len(PAIR_WEIGHTS))):
+        shared = make(SharedQuestionDPOTrainer, model_path, tokenizer, tmp_path, data=data, **options, **settings)
+        before = {n: p.detach().clone() for n, p in shared.model.named_parameters() if p.requires_grad}
+        shared.train()
+        logs.append(next(entry for entry in shared.state.log_history if "loss" in entry))
+        if len(logs) == 1:
+            changes = {n: before[n] - p.detach() for n, p in shared.model.named_parameters() if n in before}
+    assert logs[0]["loss"] == pytest.approx(loss, rel=2e-5)
+    assert logs[0]["loss"] != pytest.approx(logs[1]["loss"], rel=1e-3)
+    for name in ("rewards/margins", "rewards/accuracies", "logps/chosen", "entropy", "num_tokens"):
+        assert logs[0][name] == pytest.approx(logs[1][name], rel=1e-6)
+    assert_close_gradients(changes, expected)
+
+
+def test_an_evaluation_of_weighed_pairs_divides_by_their_weights(model_path, tokenizer, tmp_path):
+    """Of all batches together, the last of which is smaller; weights of 0 give 0."""
+    loss, _ = expected_of_pairs(make(DPOTrainer, model_path, tokenizer, tmp_path, data=weighed_rows()))
+    data = Dataset.from_list(weighed_rows())
+    zeros = Dataset.from_list(weighed_rows([0.0] * 3))
+    options = {"per_device_eval_batch_size": 4, "eval_dataset": {"data": data, "zeros": zeros}}
+    shared = make(SharedQuestionDPOTrainer, model_path, tokenizer, tmp_path, **options)
+    found = shared.evaluate()
+    assert found["eval_data_loss"] == pytest.approx(loss, rel=2e-5)
+    assert found["eval_zeros_loss"] == 0
+
+
+def test_wrong_weights_of_pairs_raise(model_path, tokenizer, tmp_path, monkeypatch):
+    for weight, problem in ((-1.0, "must be at least 0, got -1; swap its answers"), (math.nan, "must be finite")):
+        data = weighed_rows([1.0, 1.0, weight])
+        with pytest.raises(ValueError, match=f"weight of example 2 of the train dataset, as prepared, {problem}"):
+            make(SharedQuestionDPOTrainer, model_path, tokenizer, tmp_path, data=data)
+    pair = {"prompt_ids": [5], "chosen_ids": [6], "rejected_ids": [7]}
+    with pytest.raises(ValueError, match="example 1 has no weight, but example 0 of the same batch has"):
+        DataCollatorForSharedQuestion()([pair | {"weight": 1}, pair])
+    for name in ("aot", "aot_unpaired", "sft"):
+        options = {"data": weighed_rows(), "loss_type": ["sigmoid", name]}
+        with pytest.raises(ValueError, match=f"loss_type='{name}' is no mean over pairs, .*; remove the column weight"):
+            make(SharedQuestionDPOTrainer, model_path, tokenizer, tmp_path, **options)
+    monkeypatch.setattr(pair_weights, "compare_versions", lambda *_: True)
+    with pytest.raises(ValueError, match="need the fused head of"):
+        make(SharedQuestionDPOTrainer, model_path, tokenizer, tmp_path, data=weighed_rows())
 
 
 def test_a_streamed_dataset_trains(model_path, tokenizer, tmp_path):

@@ -51,10 +51,11 @@ def test_evaluation_on_several_processes_reads_every_row_once(found, name):
 
 
 @pytest.mark.full
-def test_weights_of_labels_are_divided_by_the_sum_of_all_processes(found):
-    want, got = result(found, 1, "weighed"), result(found, 2, "weighed")
-    for key in ("loss", "grad_norm"):
-        assert len(want[key]) == 3
+@pytest.mark.parametrize(("name", "evaluations"), [("weighed", 0), ("weighed pairs", 1)])
+def test_weights_are_divided_by_the_sum_of_all_processes(found, name, evaluations):
+    want, got = result(found, 1, name), result(found, 2, name)
+    assert [len(want.get(key, [])) for key in ("loss", "grad_norm", "eval_loss")] == [3, 3, evaluations]
+    for key in want.keys() - {"seconds"}:
         assert got[key] == pytest.approx(want[key], rel=1e-5)
 
 

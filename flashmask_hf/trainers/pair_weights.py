@@ -1,0 +1,92 @@
+"""Weights of pairs in the loss of TRL's DPOTrainer.
+
+TRL averages the losses of a batch's pairs inside of `_compute_loss`. Before, with `use_weighting` (WPO), it multiplies
+each loss by exp(mean(log_probs - log_sum_sq_probs)) of the chosen and of the rejected answer. `log_sum_sq_probs` is an
+output of the model: a pair's weight is taken off there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate.utils import compare_versions
+from torch import Tensor
+
+from flashmask_hf.names import PAIR_WEIGHTS
+
+_UNWEIGHED = ("aot", "aot_unpaired", "sft")
+"""Loss types that are no mean of losses of pairs."""
+
+
+def check_pair_weights(args: Any) -> None:
+    """Raise a ValueError if the loss of a `trl.DPOConfig` cannot have weights of pairs."""
+    found = [name for name in args.loss_type if name in _UNWEIGHED]
+    if found:
+        raise ValueError(f"loss_type={found[0]!r} is no mean over pairs, which weights need; remove the column weight")
+    if compare_versions("trl", "<", "1.15"):
+        raise ValueError("weights of pairs need the fused head of trl>=1.15; install it, or remove the column weight")
+
+
+class PairWeightsMixin:
+    """Mixin of a DPO trainer whose batches may have `pair_weights`, float32 [pairs], at least 0.
+
+    The loss is sum(w * loss) / sum(w) over the pairs of an optimizer step, or of an evaluation, on all ranks. Other
+    metrics have no weights.
+    """
+
+    _mean_weight: Tensor | None = None  # of a step's batches on all ranks, the mean of the sums of weights
+
+    def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> Any:
+        if batch_samples and PAIR_WEIGHTS in batch_samples[0]:
+            sums = torch.stack([batch[PAIR_WEIGHTS].sum() for batch in batch_samples])
+            self._mean_weight = self.accelerator.gather(sums.mean().to(device)).mean()
+        return super()._get_num_items_in_batch(batch_samples, device)
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
+        if PAIR_WEIGHTS not in inputs:
+            return super()._compute_loss(model, inputs, return_outputs)
+        check_pair_weights(self.args)
+        inputs = dict(inputs)
+        weights = inputs.pop(PAIR_WEIGHTS)
+        if model.training:
+            mean = weights.sum() if self._mean_weight is None else self._mean_weight
+            weights = weights * len(weights) / mean.where(mean > 0, 1.0)
+        wrapped = _WeighedPairs(model, weights, has_weights=self.use_weighting)
+        stock, self.use_weighting = self.use_weighting, True
+        try:
+            return super()._compute_loss(wrapped, inputs, return_outputs)
+        finally:
+            self.use_weighting = stock
+
+    def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run TRL's `prediction_step`, and record the weights of the batch's pairs."""
+        if PAIR_WEIGHTS in inputs:
+            weights = inputs[PAIR_WEIGHTS].to(self.accelerator.device)
+            self._evaluated_weights.append(self.accelerator.gather_for_metrics(weights))
+        return super().prediction_step(model, inputs, *args, **kwargs)
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+        """Run Trainer's evaluation loop, and divide the loss by the mean weight of the pairs."""
+        self._evaluated_weights: list[Tensor] = []
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        if self._evaluated_weights and f"{metric_key_prefix}_loss" in output.metrics:
+            mean = torch.cat(self._evaluated_weights).mean().item()
+            output.metrics[f"{metric_key_prefix}_loss"] /= mean or 1.0
+        return output
+
+
+class _WeighedPairs:
+    """Model whose `log_sum_sq_probs` make WPO's weights those of pairs, or the product of both if it `has_weights`."""
+
+    def __init__(self, model: Any, weights: Tensor, *, has_weights: bool):
+        self._model, self._weights, self._has_weights = model, weights, has_weights
+
+    def __call__(self, **inputs: Any) -> Any:
+        output = self._model(**inputs)
+        if not inputs.get("fused_lm_head"):  # logits, for metrics
+            return output
+        stock = output.log_sum_sq_probs if self._has_weights else output.log_probs.detach()
+        halves = self._weights.to(stock.device).log().clamp(min=-200.0) / 2  # of 0: exp(-200) is 0 in float32
+        output.log_sum_sq_probs = stock - torch.cat([halves, halves])[:, None]
+        return output
