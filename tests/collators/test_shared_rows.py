@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tools.model_pairs import BOUND, model_pair
 from torch import Tensor
 
 from flashmask_hf.collators import gather_logps, pack_shared
+from flashmask_hf.collators.shared_rows import pack_sequences
 
 TEMPERATURE, PROMPT, RESPONSE = 0.7, 9, 6
 
@@ -132,6 +134,14 @@ def test_the_head_sees_the_predictors_of_scored_tokens_in_chunks():
     assert len(seen) == 2 * (count // 10 + 1)  # computed again in the backward
     nothing = pack_shared(**batch, scored=torch.zeros(12, RESPONSE))
     assert not gather_logps(hidden, head, nothing).any()
+
+
+def test_entries_of_padding_repeat_as_little_as_the_batch_is_larger():
+    """The backward adds gradients of equal entries one by one."""
+    batch = rollouts()
+    real = batch["attention_mask"].numpy() == 1
+    rows, index, _ = pack_sequences(batch["input_ids"].numpy(), real)
+    assert np.bincount(index[~real]).max() <= -(-real.size // rows.input_ids.size)
 
 
 def test_wrong_batches():
