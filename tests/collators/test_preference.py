@@ -44,8 +44,8 @@ def test_docstring_examples_run():
 
 @pytest.mark.parametrize("options", [{}, {"row_length": 20}, {"pad_to_multiple_of": 16}], ids=str)
 def test_the_sequences_equal_the_batch_of_trl(options):
-    batch = DataCollatorForSharedQuestion(pad_token_id=0, **options)(examples(PAIRS))
-    for key, value in DataCollatorForPreference(pad_token_id=0)(examples(PAIRS)).items():
+    batch = DataCollatorForSharedQuestion(pad_token_id=9, **options)(examples(PAIRS))
+    for key, value in DataCollatorForPreference(pad_token_id=9)(examples(PAIRS)).items():
         assert torch.equal(batch[key], value), key
     assert next(iter(batch)) == "input_ids"
 

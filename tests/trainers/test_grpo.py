@@ -536,8 +536,10 @@ def test_the_packed_row_of_a_micro_batch():
     assert packed["packed_index"][0, 1:].tolist() == [4, 5, 6, 7]
     assert packed["packed_index"][1, :4].tolist() == [0, 1, 2, 3]
     assert packed["packed_index"][2, 1:3].tolist() == [4, 5]
-    trie, _ = pack_completions(ids, mask, keep=2, share="tokens")
-    assert trie["packed_input_ids"].tolist() == [[4, 5, 6, 8, 5, 6, 8, 9]]
+    pair = torch.tensor([[5, 6, 8, 9], [5, 6, 8, 7]])
+    for share, row in (("prompts", [5, 6, 8, 7, 8, 9]), ("tokens", [5, 6, 8, 7, 9])):
+        packed, _ = pack_completions(pair, torch.ones_like(pair), keep=2, share=share)
+        assert packed["packed_input_ids"].tolist() == [row]
 
 
 @pytest.mark.full
