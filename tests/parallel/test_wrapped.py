@@ -6,14 +6,26 @@ The wrapper exchanges heads for rows, gathers `position_ids`, drops the mask, an
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import Any
 
 import pytest
 import torch
 from tools.model_pairs import BOUND, model_pair
+from tools.tiny import llama_config
 from torch import Tensor
-from transformers import AttentionInterface, AutoModelForCausalLM, BertConfig, BertModel, Llama4TextConfig
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    BertConfig,
+    BertModel,
+    CLIPVisionConfig,
+    Llama4TextConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    PhimoeConfig,
+)
 
 import flashmask_hf
 from flashmask_hf import masks
@@ -131,9 +143,15 @@ def test_masks_that_the_wrapper_drops_are_refused(wrapper):
         num_local_experts=2,
         attention_chunk_size=4,
     )
+    experts: dict[str, Any] = dict(num_key_value_heads=2, num_local_experts=2, max_position_embeddings=64)
+    llava = LlavaConfig(text_config=llama_config(), vision_config=CLIPVisionConfig(**sizes | {"vocab_size": 2}))
     models = [
         AutoModelForCausalLM.from_config(chunked, attn_implementation="flashmask"),
         BertModel._from_config(BertConfig(**sizes), attn_implementation="flashmask"),
+        AutoModelForCausalLM.from_config(
+            PhimoeConfig(**sizes, **experts, sliding_window=4), attn_implementation="flashmask"
+        ),
+        LlavaForConditionalGeneration._from_config(llava, attn_implementation="flashmask"),
     ]
     for model in models:
         with pytest.raises(NotImplementedError, match=r"needs masks of images, chunks.* set sp_size=1"):
@@ -144,3 +162,10 @@ def test_registering_again_would_undo_the_wrapper(wrapper):
     with pytest.raises(RuntimeError, match="'flashmask' is registered in a wrapper, as with sp_size of accelerate"):
         flashmask_hf.register()
     assert AttentionInterface._global_mapping["flashmask"] is wrapper
+
+
+def test_a_function_around_ours_is_a_wrapper_too(monkeypatch):
+    around = functools.wraps(attention_forward)(lambda *args, **kwargs: attention_forward(*args, **kwargs))
+    monkeypatch.setitem(AttentionInterface._global_mapping, "flashmask", around)
+    with pytest.raises(RuntimeError, match="'flashmask' is registered in a wrapper"):
+        flashmask_hf.register()

@@ -140,7 +140,8 @@ def _keeps_masks(call: Call) -> Verdict | None:
     if not is_wrapped(call.implementation):
         return None
     text = call.config.get_text_config()
-    in_mask = family_of(text).window_in_mask or "chunked_attention" in (getattr(text, "layer_types", None) or ())
+    in_mask = family_of(text).window_in_mask and getattr(text, "sliding_window", None)
+    in_mask = in_mask or "chunked_attention" in (getattr(text, "layer_types", None) or ())
     return not (in_mask or text is not call.config or call.state.is_bidirectional), (
         f"{call.name} needs masks of images, chunks, windows or both directions, which sequence parallelism (sp_size) "
         "drops: it hands positions alone to the attention; set sp_size=1"
