@@ -166,10 +166,17 @@ def test_axolotl_takes_the_plugin_and_packs_with_it(monkeypatch):
     validate = config.AxolotlInputConfig.validate_attn_implementation
     with pytest.raises(ValueError, match="not a recognized backend"):
         validate("flashmask")
-    plugin = base.load_plugin("flashmask_hf.integrations.axolotl_plugin.FlashMaskPlugin")
+    manager, name = base.PluginManager.get_instance(), "flashmask_hf.integrations.axolotl_plugin.FlashMaskPlugin"
+    monkeypatch.setattr(manager, "plugins", type(manager.plugins)())
+    manager.register(name, required=True)
+    plugin = manager.plugins[name]
     plugin.register({"attn_implementation": "flashmask", "context_parallel_size": 1})
-    parsed = config.AxolotlInputConfig.model_construct(attn_implementation=validate("flashmask"))
+    options = {"base_model": "x", "attn_implementation": "flashmask", "sample_packing": True, "sequence_len": 64}
+    options |= {"datasets": [{"path": "x", "type": "alpaca"}], "micro_batch_size": 1, "learning_rate": 1e-4}
+    options |= {"gradient_accumulation_steps": 1, "bf16": False, "flashmask_share_prefixes": True}
+    parsed = module("axolotl.integrations.config").merge_input_args()[1](**options)
     assert parsed.attn_supports_packing
+    assert parsed.flashmask_share_prefixes
     with pytest.raises(ValueError, match="context_parallel_size must be 1 with attention 'flashmask', got 2"):
         plugin.register({"attn_implementation": "flashmask", "context_parallel_size": 2})
 
