@@ -127,6 +127,21 @@ def test_minilm_embeds_and_learns_the_same(tmp_path):
     check_embedder(folder, "mean", losses, sorted(texts)[:24], config_kwargs=NO_DROPOUT)
 
 
+def test_cached_losses_draw_the_same_dropout_again(tmp_path):
+    """They embed each mini-batch twice: without gradients, and with them in the backward."""
+    config = CONFIGS["bert"]()
+    config.attention_probs_dropout_prob = 0.3
+    model, seen = embedder(saved(config, tmp_path), "mean", "flashmask").train(), []
+    integration.unpad_inputs(model)
+    model.register_forward_hook(lambda _, __, output: seen.append(output["sentence_embedding"].detach()))
+    columns = [model.preprocess(words(10, 12, seed)) for seed in (0, 1)]
+    LOSSES["cached"](model)(columns, None).backward()
+    LOSSES["mnrl"](model)(columns, None)
+    first, again, other = torch.cat(seen[:8]), torch.cat(seen[8:16]), torch.cat(seen[16:])
+    assert torch.equal(first, again)
+    assert (first - other).abs().max() > 0.01
+
+
 def test_what_cannot_be_flat_is_refused(tmp_path, monkeypatch):
     folder = saved(CONFIGS["bert"](), tmp_path / "bert")
     with pytest.raises(ValueError, match=r"attn_implementation='flashmask', got \['eager'\]; load"):
