@@ -203,7 +203,7 @@ def test_older_versions_of_trl_are_refused(monkeypatch):
 
 def test_other_trainers_raise_for_weights():
     """They would train without them."""
-    with pytest.raises(NotImplementedError, match=r"label_weights of the batch .*; train with PackedSFTTrainer, or"):
+    with pytest.raises(NotImplementedError, match=r"label_weights of the batch .*; train with PackedSFTTrainer or"):
         model_of("flashmask")(**batch_of(weight=PER_EXAMPLE), use_cache=False)
 
 
