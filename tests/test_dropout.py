@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from tools.support import (
-    EACH_FAMILY,
     FAMILIES,
     HEADS,
     KV_HEADS,
@@ -31,6 +30,10 @@ from flashmask_hf.dropout import dropout_pattern, shard_seed
 
 CPU, INTERPRETER, GPU = (torch.float32,), (torch.float32,), (torch.bfloat16, torch.float32)
 LANES = lanes(CPU, INTERPRETER, GPU)
+QUICK = [
+    pytest.param(name, id=name, marks=[pytest.mark.full] * (name not in ("sliding_window", "causal_blockwise")))
+    for name in FAMILIES
+]
 
 
 def seed_of(number: int, device: str = "cpu") -> Tensor:
@@ -46,7 +49,7 @@ def shard(seed: Tensor, q_len: int, first_head: int = 3) -> Tensor:
     ("family", "lane", "lengths"),
     [
         *covering(1, FAMILIES, lanes(CPU, (), GPU), [(113, 113), (63, 257)]),
-        *covering(1, EACH_FAMILY, lanes((), INTERPRETER, ()), [(63, 63), (63, 130)]),
+        *covering(1, QUICK, lanes((), INTERPRETER, ()), [(63, 130)]),
     ],
 )
 def test_family(family: str, lane: Lane, lengths: tuple[int, int]) -> None:
@@ -79,7 +82,7 @@ def test_the_reference_thins_the_softmax() -> None:
     torch.testing.assert_close(lse, scores.logsumexp(-1))
 
 
-@pytest.mark.parametrize("heads", [(4, 4, 1), (6, 2, 6)], ids=str)
+@pytest.mark.parametrize("heads", [(2, 2, 1), (4, 2, 4)], ids=str)
 @pytest.mark.parametrize("lane", lanes((torch.float32,), (torch.float32,), (torch.bfloat16,)))
 def test_every_implementation_drops_the_same_pairs(lane: Lane, heads: tuple[int, int, int]) -> None:
     """With values of 1 for one key each, the output shows the pattern; batch entries share a mask."""
@@ -217,6 +220,8 @@ def test_compiled_layers(backend: str, kind: str) -> None:
         torch.testing.assert_close(found, right)
         seeds.append(int(seed))
     assert seeds[0] != seeds[1]
+    if kind == "plain":
+        return
     drawn = torch.compile(lambda q: flashmask_attention(q, *inputs[1:], mask, dropout=0.3), backend="aot_eager")
     assert not torch.equal(drawn(inputs[0]), drawn(inputs[0]))
 
