@@ -50,7 +50,7 @@ def made(processor, **options):
 def examples_of(kind):
     """Return examples without, with one and with several images of several sizes, at the ends and inside."""
     if kind == "paligemma":  # TRL learns no suffixes; its processor takes no example without an image
-        return [{"document": document(kind, images, 3, first)} for images, first in ((1, 2), (0, 2), (1, 0), (1, 2))
+        return [{"document": document(kind, images, 3, first)} for images, first in ((1, 2), (0, 2), (1, 0), (2, 2))
                 for images in ([(1, 1)] * images,)]  # fmt: skip
     plain = [
         example(kind, [(1, 2)]),

@@ -229,7 +229,9 @@ def _pixels(model: Any, generator: torch.Generator) -> Iterator[dict[str, Tensor
     channels = field("in_channels", field("num_channels", 3))
     if "image_grid_thw" in names:
         merge = field("spatial_merge_size", 2)
-        patches, grid = 8 * merge**2, torch.tensor([[1, 2 * merge, 4 * merge]])
+        is_tall = bool(torch.randint(2, (), generator=generator))
+        sides = (4 * merge, 2 * merge) if is_tall else (2 * merge, 4 * merge)
+        patches, grid = 8 * merge**2, torch.tensor([[1, *sides]])
         given = {"image_grid_thw": grid}
         if "image_merge_sizes" in names:
             given["image_merge_sizes"] = torch.tensor([merge])
