@@ -283,9 +283,7 @@ def _given(shape_or_numbers: Any, generator: torch.Generator) -> Tensor:
 def _image(model: Any, generator: torch.Generator) -> tuple[dict[str, Tensor], int]:
     """Return the inputs of an image and the number of its tokens: 0 in models that put images elsewhere."""
     own = _PIXELS.get(model.config.model_type)
-    forms = _pixels(model, generator)
-    if own is not None:
-        forms = [{name: _given(x, generator) for name, x in own.items()}]
+    forms = [*_pixels(model, generator)] if own is None else [{name: _given(x, generator) for name, x in own.items()}]
     for pixels in forms:
         try:
             features = _core(model).get_image_features(**pixels)
