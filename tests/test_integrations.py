@@ -17,6 +17,7 @@ import torch
 from tools.tiny import llama_config
 from transformers import AutoModelForCausalLM
 
+import flashmask_hf.integrations
 from flashmask_hf.hf.models import state_of
 from flashmask_hf.sharing import _share
 
@@ -46,7 +47,7 @@ def plugin(monkeypatch):
     """Return a function that imports a plugin anew."""
 
     def load(name: str) -> Any:
-        full = f"flashmask_hf.integrations.{name}_plugin"
+        full = f"flashmask_hf.integrations.{name}"
         monkeypatch.delitem(sys.modules, full, raising=False)
         loaded = importlib.import_module(full)
         monkeypatch.delitem(sys.modules, full)
@@ -117,7 +118,9 @@ def test_the_plugin_of_ms_swift(stand_in, plugin, monkeypatch):
             return (make_model() if load_model else None), "processor"
 
     stand_in("swift.arguments", SftArguments=Arguments)
+    monkeypatch.setattr(sys, "path", [flashmask_hf.integrations.__path__[0], *sys.path])  # as ms-swift does
     plugin("swift")
+    assert flashmask_hf.integrations.__path__[0] not in sys.path
     arguments = Arguments(attn_impl="flashmask", sequence_parallel_size=1)
     arguments._check_padding_free()
     assert arguments.attn_impl == "flashmask"

@@ -166,7 +166,7 @@ def test_axolotl_takes_the_plugin_and_packs_with_it(monkeypatch):
     validate = config.AxolotlInputConfig.validate_attn_implementation
     with pytest.raises(ValueError, match="not a recognized backend"):
         validate("flashmask")
-    manager, name = base.PluginManager.get_instance(), "flashmask_hf.integrations.axolotl_plugin.FlashMaskPlugin"
+    manager, name = base.PluginManager.get_instance(), "flashmask_hf.integrations.axolotl.FlashMaskPlugin"
     monkeypatch.setattr(manager, "plugins", type(manager.plugins)())
     manager.register(name, required=True)
     plugin = manager.plugins[name]
@@ -212,7 +212,7 @@ def test_ms_swift_takes_the_name_and_packing_with_the_plugin(monkeypatch):
     given = dict(packing=True, padding_free=False, attn_impl="flashmask", sequence_parallel_size=1)
     with pytest.raises(ValueError, match='"packing" feature requires a flash attention implementation'):
         arguments._check_padding_free(SimpleNamespace(**given))
-    module("swift.utils.utils").import_external_file(integrations.__path__[0] + "/swift_plugin.py")
+    module("swift.utils.utils").import_external_file(integrations.__path__[0] + "/swift.py")
     found = SimpleNamespace(**given)
     arguments._check_padding_free(found)
     assert found.padding_free
@@ -235,8 +235,8 @@ def test_verl_packs_documents(tmp_path, monkeypatch, share):
     monkeypatch.setattr(monkey_patch, "is_trl_available", lambda: False)  # it takes an older one for granted
     stock = monkey_patch.apply_monkey_patch
     monkeypatch.setattr(monkey_patch, "apply_monkey_patch", getattr(stock, "__wrapped__", stock))
-    monkeypatch.delitem(sys.modules, "flashmask_hf.integrations.verl_plugin", raising=False)
-    importlib.import_module("flashmask_hf.integrations.verl_plugin")  # as `import verl` does, before its engines
+    monkeypatch.delitem(sys.modules, "flashmask_hf.integrations.verl", raising=False)
+    importlib.import_module("flashmask_hf.integrations.verl")  # as `import verl` does, before its engines
     monkeypatch.setattr(engines, "apply_monkey_patch", monkey_patch.apply_monkey_patch)
     AutoModelForCausalLM.from_config(llama_config(initializer_range=0.3)).save_pretrained(tmp_path)
     word_tokenizer().save_pretrained(tmp_path)
