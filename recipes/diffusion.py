@@ -70,7 +70,7 @@ def parse(argv: Sequence[str]) -> common.Flags:
     return common.parse(argv, DEMO_CONFIG, RecipeArguments, SFTConfig, truncation_mode=None)
 
 
-def load_tokenizer(model: str, args: SFTConfig) -> Any:
+def load_tokenizer(model: str, args: Any) -> Any:
     """Load a model's tokenizer, with a mask token; raise a FlagError if the model has no embedding left for it."""
     options = {"trust_remote_code": args.trust_remote_code, "revision": (args.model_init_kwargs or {}).get("revision")}
     tokenizer: Any = AutoTokenizer.from_pretrained(model, **options)

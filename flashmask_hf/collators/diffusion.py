@@ -90,8 +90,8 @@ class DataCollatorForMaskedDiffusion(DataCollatorForPackedLanguageModeling):
             flat[:, start : start + len(forest.tokens)] = self._draw(forest)
         noise[:, labels == IGNORED] = 0
         lengths = [np.diff(np.unique(ends[ends > 0]), prepend=0).tolist() for ends in rows.subtree_ends]
-        clean = [torch.from_numpy(x) for x in (rows.input_ids, rows.position_ids, labels)]
-        return self._lay_out(lengths, *clean, torch.from_numpy(noise))
+        ids, positions, learned, drawn = map(torch.from_numpy, (rows.input_ids, rows.position_ids, labels, noise))
+        return self._lay_out(lengths, ids, positions, learned, drawn)
 
     def _copies(self) -> int:
         return 1

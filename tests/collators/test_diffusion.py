@@ -145,7 +145,9 @@ def test_masked_diffusion_packed_is_as_each_document_alone(shift: bool) -> None:
 
 def test_each_token_is_noised_in_one_of_two_complementary_copies() -> None:
     options: dict[str, Any] = dict(mask_token_id=MASK, block_size=4, copies=4, complementary=True, weight="uniform")
-    for clean, noisy, weights in halves(DataCollatorForBlockDiffusion(**options)(make_examples()), 4):
+    collator = DataCollatorForBlockDiffusion(**options)
+    assert collator.levels == (1e-3, 1 - 1e-3)  # of both copies
+    for clean, noisy, weights in halves(collator(make_examples()), 4):
         prompt = PROMPTS[LENGTHS.index(len(clean))]
         noised = noisy == MASK
         assert (weights == noised / 4).all()
@@ -187,6 +189,8 @@ def test_noise_is_new_in_each_epoch_and_worker_unless_a_seed_fixes_it() -> None:
     assert torch.equal(collator(examples)["input_ids"], first)
     fixed = DataCollatorForBlockDiffusion(mask_token_id=MASK, block_size=4, seed=1)
     noisy = {len(clean): noisy.tolist() for clean, noisy, _ in halves(fixed(examples), 1)}
+    same_length = fixed([{"input_ids": [*range(1, 31)]}, {"input_ids": [*range(2, 32)]}])["input_ids"][0].split(60)
+    assert not torch.equal(same_length[0][:30] == MASK, same_length[1][:30] == MASK)
     torch.manual_seed(5)
     for clean, alone, _ in halves(fixed(examples[::-1]), 1):  # of another batch
         assert noisy[len(clean)] == alone.tolist()
@@ -257,6 +261,13 @@ def test_a_causal_loss_on_a_diffusion_batch_is_refused() -> None:
 def test_wrong_options_are_refused(options: dict[str, Any], error: type, message: str) -> None:
     with pytest.raises(error, match=message):
         DataCollatorForBlockDiffusion(**{"mask_token_id": MASK, "block_size": 4} | options)
+
+
+def test_shared_prefixes_are_refused() -> None:
+    examples = [{"input_ids": [*range(1, 30), last]} for last in (31, 32)]
+    rows = pack_dataset(Dataset.from_list(examples), 64, share_prefixes=True)
+    with pytest.raises(ValueError, match="have weights, or share prefixes, which diffusion does not read"):
+        DataCollatorForBlockDiffusion(mask_token_id=MASK, block_size=2)([rows[0]])
 
 
 def test_a_block_of_padding_is_refused() -> None:

@@ -117,6 +117,15 @@ def test_evaluation_is_exact_and_has_the_same_noise_each_time(tmp_path: Any) -> 
         total, labels = reference_loss(trainer.model.eval(), batches)
     assert math.isclose(first["eval_loss"], total.item() / labels, rel_tol=1e-5)
     assert trainer.data_collator.seed is None
+    right = noised = 0
+    for batch in batches:
+        names = ("input_ids", "position_ids", VECTORS)
+        likeliest = trainer.model(**{name: batch[name] for name in names}, use_cache=False).logits.argmax(-1)
+        right += int((likeliest == batch["diffusion_labels"]).sum())
+        noised += int((batch["diffusion_labels"] != -100).sum())
+    assert math.isclose(first["eval_mean_token_accuracy"], right / noised, rel_tol=1e-5)
+    idle = trainer._idle_batch(batches[0])
+    assert all((idle[name] == -100).all() for name in ("labels", "diffusion_labels"))
     assert first["eval_mask_sparsity"] == 0  # rows of one tile
 
 
