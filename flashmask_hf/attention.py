@@ -81,9 +81,8 @@ def flashmask_attention(
         sinks: [Hq] logits of one extra key without a value per head, as in GPT-OSS.
         deterministic: repeated runs give the same bits, as with `torch.use_deterministic_algorithms(True)`. "triton",
             "torch" and "reference" always do; the gradient of q costs more with "hopper".
-        dropout: probability of setting a weight to 0, in [0, 1); the others are divided by 1 - dropout. lse stays.
-        dropout_seed: int64 [1], which decides what is dropped (`flashmask_hf.dropout`); from `shard_seed` for a shard
-            of the heads or rows. None draws from torch's generator of the device. Unread without dropout.
+        dropout: probability of dropping a weight, in [0, 1); kept ones are divided by 1 - dropout. lse stays.
+        dropout_seed: int64 [1], or a shard's (`flashmask_hf.dropout`); None draws by torch's generator of the device.
         return_lse: also return the log-sum-exp of every row.
         impl: "hopper", "triton", "torch" or "reference"; None takes the best that serves.
 
@@ -101,7 +100,7 @@ def flashmask_attention(
     """
     call = resolve(q, k, v, mask, sinks, Arguments(scale, softcap, impl, deterministic, dropout))
     seed = None
-    if dropout:  # drawn outside of the operator, since selective checkpointing does not repeat operators
+    if dropout:  # drawn outside of operators, which selective checkpointing does not repeat
         seed = draw_seed(q) if dropout_seed is None else dropout_seed
         check_seed(seed, q)
     if impl == "reference":

@@ -1,15 +1,13 @@
-"""Attention dropout: which pairs of query rows and keys are kept, as a function of numbers alone.
+"""Attention dropout: which pairs of query rows and keys are kept.
 
-A pair is kept if a word of Philox4x32-7 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") is at least
-p * 2**32. A call of Philox gives four words: for the rows i and i + 8 of a block of 16 rows, and the keys j and j + 8
-of a block of 16 keys. One thread of a matrix product holds the scores of these pairs, transposed or not.
+A pair is kept if a word of Philox4x32-7 (Salmon et al. 2011) is at least p * 2**32. Four words are for rows i, i + 8
+and keys j, j + 8 of blocks of 16, whose scores one thread of a matrix product holds:
 
-    key of Philox:    the seed's 64 bits
-    counter:          (row // 16 * 8 + row % 8, key // 16 * 8 + key % 8, query head, batch entry)
-    word:             2 * (row // 8 % 2) + key // 8 % 2
+    key:      the seed
+    counter:  (row // 16 * 8 + row % 8, key // 16 * 8 + key % 8, query head, batch entry)
+    word:     2 * (row // 8 % 2) + key // 8 % 2
 
-So all passes, implementations and orders of tiles drop the same pairs, and so do the ranks that share a row: a seed may
-be int64 [1]; or, for a shard, [2 + blocks of 16 rows] with the number of its first query head, and of each block.
+A seed is int64 [1]. A shard's has the number of its first query head, and of each block of 16 rows: [2 + blocks].
 """
 
 from __future__ import annotations
@@ -20,46 +18,34 @@ from torch import Tensor
 __all__ = ["dropout_pattern", "shard_seed"]
 
 BLOCK = 16
-"""Rows and keys of a block."""
-
-ROUNDS = 7
-"""Rounds of Philox4x32: the fewest that pass BigCrush."""
+ROUNDS = 7  # the fewest that pass BigCrush
 
 _WORD = 0xFFFFFFFF
 
 
 def threshold_of(dropout: float) -> int:
-    """Return the least word that keeps a pair: even, so that no kernel is compiled for 1."""
+    """Return the least word that keeps a pair; even, as Triton compiles 1 anew."""
     return 2 * round(dropout * 2**31)
 
 
 def draw_seed(x: Tensor) -> Tensor:
-    """Draw a seed, int64 [1], from the default generator of the device of `x`."""
+    """Draw a seed by the generator of the device of `x`."""
     return torch.randint(2**62, (1,), device=x.device)
 
 
 def shard_seed(seed: Tensor, first_head: int, row_blocks: Tensor) -> Tensor:
-    """Return the seed of a shard of an attention call.
+    """Return the seed of a shard of a call, given the call's.
 
     Args:
-        seed: int64 [1], of the whole call.
+        seed: int64 [1].
         first_head: number of the shard's first query head.
-        row_blocks: int64 [ceil(Sq / 16)], row // 16 of each block of 16 query rows.
+        row_blocks: int64 [ceil(Sq / 16)], row // 16 of each block of query rows.
     """
     return torch.cat([seed, torch.full_like(seed, first_head), row_blocks.to(seed)])
 
 
 def kept_blocks(seed: Tensor, dropout: float, batch: int, heads: Tensor, rows: Tensor, keys: Tensor) -> Tensor:
-    """Return which pairs are kept, bool [heads, 16 * row blocks, 16 * key blocks].
-
-    Args:
-        seed: int64 [1] or of a shard.
-        dropout: probability of dropping a pair.
-        batch: number of the batch entry.
-        heads: int64, numbers of query heads in the shard.
-        rows: int64, numbers of blocks of rows in the shard.
-        keys: int64, numbers of blocks of keys.
-    """
+    """Return which pairs are kept, bool [heads, 16 * rows, 16 * keys], given numbers of blocks of rows and keys."""
     if len(seed) > 1:
         heads, rows = heads + seed[1], seed[2:][rows]
     eight = torch.arange(BLOCK // 2, device=seed.device)
@@ -73,20 +59,18 @@ def kept_blocks(seed: Tensor, dropout: float, batch: int, heads: Tensor, rows: T
 
 
 def dropout_pattern(dropout: float, dropout_seed: Tensor, batch: int, heads: int, q_len: int, kv_len: int) -> Tensor:
-    """Return which pairs `flashmask_attention` keeps with this dropout and seed, in quadratic memory.
-
-    Kept weights of the softmax are divided by 1 - dropout, and the others are 0.
+    """Return which pairs `flashmask_attention` keeps, in quadratic memory.
 
     Args:
-        dropout: probability of dropping a pair, in [0, 1).
-        dropout_seed: int64 [1], or of a shard, as in `flashmask_attention`.
-        batch: number of batch entries, B.
-        heads: number of query heads, Hq.
-        q_len: number of query rows, Sq.
-        kv_len: number of keys, Skv.
+        dropout: in [0, 1).
+        dropout_seed: int64, as in `flashmask_attention`.
+        batch: B.
+        heads: Hq.
+        q_len: Sq.
+        kv_len: Skv.
 
     Returns:
-        bool [B, Hq, Sq, Skv] on the device of the seed, True where the pair is kept.
+        bool [B, Hq, Sq, Skv].
     """
     heads_, rows, keys = (
         torch.arange(n, device=dropout_seed.device) for n in (heads, -(-q_len // BLOCK), -(-kv_len // BLOCK))
@@ -96,7 +80,7 @@ def dropout_pattern(dropout: float, dropout_seed: Tensor, batch: int, heads: int
 
 
 def _philox(counter: list[Tensor], key: Tensor) -> list[Tensor]:
-    """Return four words, int64 in 0..2**32 - 1, of counters of four such words and the 64 bits of `key`."""
+    """Return four words, given counters and a key of 64 bits."""
     a, b, c, d = counter
     low, high = key & _WORD, key >> 32 & _WORD
     for _ in range(ROUNDS):

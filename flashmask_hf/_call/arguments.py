@@ -99,12 +99,7 @@ def _check_options(given: Arguments, head_dim: int) -> None:
 
 
 def check_seed(seed: Tensor, q: Tensor) -> None:
-    """Check dropout's seed of an attention call with queries `q` [B, Hq, Sq, D].
-
-    Raises:
-        TypeError: it is no int64 tensor.
-        ValueError: its shape or device does not fit.
-    """
+    """Raise TypeError or ValueError unless dropout's seed fits queries [B, Hq, Sq, D]."""
     check_tensor("dropout_seed", seed, "an int64", "[1]")
     shard = 2 + -(-q.shape[2] // BLOCK)
     if not is_one_of(seed.shape[0], 1, shard):

@@ -95,7 +95,7 @@ class Call:
 
         `order`, int32 [B, Hq, Sq], puts row i of the output at `order[b, h, i]`; lse stays in the order of q.
         """
-        last = seed if order is None else order  # sparse attention, which has an order, takes no dropout
+        last = seed if order is None else order  # no call has both
         tensors = (q, k, v, sinks, indices, plan) if last is None else (q, k, v, sinks, indices, plan, last)
 
         def prepare(one: Implementation) -> Run:
@@ -273,7 +273,7 @@ def _autocast_dtype(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype | None:
 
 
 def _is_of_shard(seed: Tensor | None) -> bool:
-    """Return whether dropout's seed has the numbers of a shard's head and rows."""
+    """Return whether a seed is of a shard."""
     return seed is not None and len(seed) > 1
 
 

@@ -55,7 +55,7 @@ class Implementation:
         decode: (q, k, v, sinks, indices) -> (out, lse), for few rows, without a plan
 
     `delta` [B, Hq, Sq] holds the row sums of dout * out less the gradient of lse; or it is (out, gradient of lse or
-    None). `seed` is dropout's, and given only with dropout.
+    None). `seed` is given only with dropout.
     """
 
     name: ClassVar[str]

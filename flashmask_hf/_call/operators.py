@@ -105,7 +105,7 @@ def _is_current(stream: tuple[int, int], indices: Tensor) -> bool:
 def attend(
     call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: FlashMask, seed: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Run a resolved call of `flashmask_attention`; return out and lse. `seed` is dropout's, or None without."""
+    """Run a resolved call of `flashmask_attention`; return out and lse."""
     if call.cast_to is not None:
         q, k, v = call.cast(q, k, v)
     indices = mask._indices
@@ -167,7 +167,7 @@ def flash_attn_forward(
     Args:
         inputs: as in `flashmask_attention`.
         plan: of the mask.
-        seed: `dropout_seed`; None without dropout.
+        seed: `dropout_seed`, or None.
         causal: as in `FlashMask`.
         arguments: as in `flashmask_attention`; "reference" has no operator.
 

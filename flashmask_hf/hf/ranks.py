@@ -89,7 +89,7 @@ def attend_in_parts(
 
 
 def seed_of_heads(module: nn.Module, query: Tensor) -> Tensor | None:
-    """Return dropout's seed of a layer with a shard of the heads [B, Hq / N, Sq, D], or None of one with all."""
+    """Return dropout's seed of a layer [B, Hq / N, Sq, D] on a rank, or None."""
     first_head = _first_head(module, query.shape[1])
     if first_head == 0:
         return None
@@ -97,7 +97,7 @@ def seed_of_heads(module: nn.Module, query: Tensor) -> Tensor | None:
 
 
 def _first_head(module: nn.Module, heads: int) -> int:
-    """Return the number of the first of a rank's heads under tensor parallelism, whose ranks are neighbours."""
+    """Return the number of a rank's first head under tensor parallelism, whose ranks are neighbours."""
     whole = whole_heads(module, heads)
     if heads == whole or not (dist.is_available() and dist.is_initialized()):
         return 0
@@ -105,12 +105,12 @@ def _first_head(module: nn.Module, heads: int) -> int:
 
 
 def _all_blocks(query: Tensor) -> Tensor:
-    """Return the number of each block of 16 query rows of a whole row [B, H, S, D]."""
+    """Return the numbers of blocks of a whole row."""
     return torch.arange(-(-query.shape[2] // BLOCK), device=query.device)
 
 
 def _own_blocks(split: RowSplit) -> Tensor:
-    """Return the number of each block of 16 rows on this rank, int64."""
+    """Return the numbers of this rank's blocks of rows."""
 
     def build() -> Tensor:
         own = split.own_rows

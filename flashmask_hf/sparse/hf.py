@@ -140,7 +140,7 @@ def qk_attention_forward(
 
 
 def _check_layer(module: nn.Module, dropout: float, kwargs: dict[str, Any], implementation: str) -> None:
-    """Raise a NotImplementedError for dropout in training, or an error of `check_layer`."""
+    """Refuse dropout in training; then as `check_layer`."""
     if dropout > 0 and module.training:
         raise NotImplementedError(
             f"dropout={dropout} is not implemented by attn_implementation='{implementation}'; load the model with "

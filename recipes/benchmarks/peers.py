@@ -78,8 +78,8 @@ class Provider:
         makes_mask: whether a new mask costs the provider time.
         visible: the provider's own mask of a case, batch entry, key-value head and query rows, bool [group, rows, Skv];
             None for the case's mask.
-        kept: the pairs that dropout keeps, likewise; None keeps all.
-        checked: whether results are compared; peers draw dropout of their own.
+        kept: the pairs that dropout keeps, likewise, or None.
+        checked: whether results are compared.
     """
 
     prepare: Callable[[Case], Callable[[], Attention]]
@@ -170,7 +170,7 @@ def _flashmask(
 
 
 def kept_pairs(case: Case, entry: int, head: int, rows: slice) -> Tensor:
-    """Return the pairs that `flashmask_dropout` keeps of some rows of a key-value head, bool [group, rows, Skv]."""
+    """Return the pairs that `flashmask_dropout` keeps, as `Provider.kept`."""
     batch, heads, device = case.q.shape[0], case.q.shape[1], case.q.device
     group, kv_len = heads // case.k.shape[1], case.k.shape[2]
     of_group = torch.arange(heads, device=device)[head * group :][:group]

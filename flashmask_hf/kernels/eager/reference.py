@@ -28,7 +28,7 @@ def reference_attention(
         mask: heads 1, Hkv or Hq; query head h reads mask head h * Hm // Hq.
         sinks: [Hq] logits of one extra key per head that has no value, or None.
         arguments: factor `scale` on q @ k^T, and `softcap`, c in c * tanh(scores / c) or None; `dropout`.
-        seed: `dropout_seed`; None without dropout.
+        seed: `dropout_seed`, or None.
 
     Returns:
         out [B, Hq, Sq, Dv] in q's dtype, and lse [B, Hq, Sq] float32 (float64 for float64 inputs), the natural log of

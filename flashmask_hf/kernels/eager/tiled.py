@@ -53,7 +53,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute attention over the tiles that the plan lists.
 
-    Tensors are as in `flashmask_attention`; `indices` and `plan` are of the mask, and `seed` is dropout's.
+    Tensors are as in `flashmask_attention`; `indices` and `plan` are of the mask.
 
     Returns:
         out [B, Hq, Sq, Dv] in q's dtype, stored as [B, Sq, Hq, Dv]; lse [B, Hq, Sq] float32 (float64 for float64 q).
@@ -222,7 +222,7 @@ def _ungrouped(x: Tensor, h_q: slice) -> Tensor:
 def _kept(
     problem: Problem, seed: Tensor, batch: int, h_q: slice, h_kv: slice, rows: slice, columns: slice | Tensor
 ) -> Tensor:
-    """Return which pairs of a step dropout keeps, bool, grouped as the scores."""
+    """Return which pairs of a step are kept, grouped as the scores."""
     heads, row_blocks = (
         torch.arange(x.start, x.stop, size, device=seed.device) for x, size in ((h_q, 1), (rows, BLOCK))
     )

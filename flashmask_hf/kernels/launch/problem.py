@@ -33,7 +33,7 @@ class Problem(NamedTuple):
     arguments: Arguments
     """The options of the call."""
     shard: bool = False
-    """Whether dropout's seed has the numbers of a shard's head and rows."""
+    """Whether dropout's seed is of a shard."""
 
     @property
     def scale(self) -> float:
@@ -48,7 +48,7 @@ class Problem(NamedTuple):
 
     @property
     def dropout(self) -> tuple[int, float] | None:
-        """Least word that keeps a pair (see `flashmask_hf.dropout`), and the share of kept pairs; None keeps all."""
+        """Least word that keeps a pair, and 1 - p; or None."""
         p = self.arguments.dropout
         return (threshold_of(p), 1.0 - p) if p else None
 

@@ -109,7 +109,7 @@ def _accumulate_keys(
 ):  # fmt: skip
     """Add one row tile, from row `row` on, to dk [BN, D] (without the scale) and dv [BN, DV].
 
-    With `dropout` (`HeadDropout`, share of kept pairs), both lack the division by the share.
+    With `dropout` (`HeadDropout`, 1 - p), neither is divided by 1 - p.
     """
     factor, cap_factor = factors
     keys, values = key_tile.k, key_tile.v
@@ -193,7 +193,7 @@ def _backward_keys(
         segments: of the plan, [mask batch, mask heads, n_kv, VISIBLE + PARTIAL, 2].
         work_order: key tiles of the programs from `unsorted` on, or None.
         dk, dv: written, [B, Hkv, Skv, D] and [B, Hkv, Skv, Dv].
-        seed: of dropout, int64 [1] or of a shard if SHARD; None without dropout.
+        seed: dropout's, or None.
     """
     n_heads, kv_heads, mask_batch, mask_heads = heads
     dim, v_dim = dims
@@ -276,8 +276,8 @@ def _accumulate_queries(
 ):  # fmt: skip
     """Add one key tile, from key `column` on, to dq [BM, D] (without the scale).
 
-    `k` and `v` are `HeadRows`, `indices` points to the padded indices of the mask head. With `dropout` (`HeadDropout`,
-    `row_counters`), delta is times the share of kept pairs, and dq lacks the division by it.
+    `k` and `v` are `HeadRows`, `indices` points to the padded indices of the mask head.
+    With `dropout` (`HeadDropout`, `row_counters`), delta is times 1 - p, and dq not divided by it.
     """
     factor, cap_factor = factors
     queries, upstream = query_tile.q, query_tile.dout

@@ -60,7 +60,7 @@ def attend(
         queries: [BM, D], of query rows `rows` [BM].
         k, v: `HeadRows`.
         indices: pointer to the indices of the mask head, padded if PADDED; or a pointer per row, [BM, 1].
-        dropout: `HeadDropout` and `row_counters` of the rows, or None. acc lacks the division by the share of kept.
+        dropout: `HeadDropout` and `row_counters`, or None; acc is not yet divided by 1 - p.
     """
     factor, cap_factor = factors
     keys = load_tile(k, column, BLOCK_N, queries.shape[1], TMA)  # [BN, D]
@@ -100,7 +100,7 @@ def _forward(
         tiles, counts: of the plan, [mask batch, mask heads, n_q, n_kv] and [mask batch, mask heads, n_q, 2].
         out: written, [B, Hq, Sq, Dv].
         lse: written, float32 [B, Hq, Sq].
-        seed: of dropout, int64 [1] or of a shard if SHARD; None without dropout.
+        seed: dropout's, or None.
     """
     dim, v_dim = dims
     tile, batch, head, kv_head, mask = locate_row_tile(n_rows, heads)

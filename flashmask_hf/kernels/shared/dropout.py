@@ -15,23 +15,18 @@ _ROUNDS = tl.constexpr(ROUNDS)
 class HeadDropout(NamedTuple):
     """Dropout of one query head."""
 
-    seed: Any  # 64 bits
-    row_blocks: Any  # pointer to the number of each block of 16 rows, or None for 0, 1, 2 ...
+    seed: Any
+    row_blocks: Any  # pointer to numbers of blocks, or None
     n_blocks: Any
-    threshold: Any  # least word that keeps a pair
+    threshold: Any
     head: Any
     batch: Any
 
 
 @triton.jit
 def head_dropout(seed, dropout, batch, head, q_len, SHARD: tl.constexpr):
-    """Return the `HeadDropout` of a query head, or None without `dropout` (`Problem.dropout`).
-
-    `seed` is a pointer; SHARD says whether it has the numbers of a shard's head and rows.
-    """
-    if dropout is None:
-        found = None
-    elif SHARD:
+    """Return the `HeadDropout` of a query head; `dropout` is `Problem.dropout`, SHARD `Problem.shard`."""
+    if SHARD:
         first_head = tl.load(seed + 1).to(tl.int32)
         found = HeadDropout(tl.load(seed), seed + 2, tl.cdiv(q_len, 16), dropout[0], head + first_head, batch)
     else:
@@ -41,7 +36,7 @@ def head_dropout(seed, dropout, batch, head, q_len, SHARD: tl.constexpr):
 
 @triton.jit
 def row_counters(dropout, row, BLOCK_M: tl.constexpr):
-    """Return the counters of the pairs of rows (i, i + 8) in a row tile from row `row` on: [BM / 2]."""
+    """Return the counters [BM / 2] of a row tile from row `row` on."""
     if dropout.row_blocks is None:
         counters = row // 2 + tl.arange(0, BLOCK_M // 2)
     else:
@@ -53,10 +48,7 @@ def row_counters(dropout, row, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def kept_pairs(dropout, rows, column, BLOCK_N: tl.constexpr, KEYS_FIRST: tl.constexpr):
-    """Return which pairs of a tile are kept: [BM, BN], or [BN, BM] if KEYS_FIRST.
-
-    `rows` are its `row_counters`, and its keys begin at key `column`.
-    """
+    """Return which pairs of rows with these counters are kept, [BM, BN], or [BN, BM] if KEYS_FIRST."""
     BLOCK_M: tl.constexpr = rows.shape[0] * 2
     keys = column // 2 + tl.arange(0, BLOCK_N // 2)
     FIRST: tl.constexpr = BLOCK_N if KEYS_FIRST else BLOCK_M
@@ -67,10 +59,10 @@ def kept_pairs(dropout, rows, column, BLOCK_N: tl.constexpr, KEYS_FIRST: tl.cons
     else:
         rows, keys = zeros + rows[:, None], zeros + keys[None, :]
     heads, batch = zeros + dropout.head, zeros + dropout.batch
-    w00, w01, w10, w11 = tl.philox(dropout.seed, rows, keys, heads, batch, n_rounds=_ROUNDS)  # bits of row and key
+    w00, w01, w10, w11 = tl.philox(dropout.seed, rows, keys, heads, batch, n_rounds=_ROUNDS)
     if KEYS_FIRST:
-        words = tl.join(tl.join(w00, w01), tl.join(w10, w11))  # [.., .., bit of the key, bit of the row]
+        words = tl.join(tl.join(w00, w01), tl.join(w10, w11))
     else:
-        words = tl.join(tl.join(w00, w10), tl.join(w01, w11))  # [.., .., bit of the row, bit of the key]
+        words = tl.join(tl.join(w00, w10), tl.join(w01, w11))  # [.., .., bit 3 of row, of key]
     words = words.reshape(FIRST // 16, 8, SECOND // 16, 8, 2, 2).permute(0, 4, 1, 2, 5, 3).reshape(FIRST, SECOND)
     return words >= dropout.threshold.to(tl.uint32)
