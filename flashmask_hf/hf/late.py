@@ -132,7 +132,7 @@ def _separated_mask(
     if marks is not None and marks.shape not in ((1, kv_len), (batch, kv_len)):
         marks = None
     by_bounds = bounds is not None and bounds.shape[0] > 2
-    is_own = causal or hooked is None or not may_attend_to_encoder(getattr(module, "config", None))
+    is_own = causal or not may_attend_to_encoder(getattr(module, "config", None))
     if by_bounds and not (batch == 1 and q_len == kv_len and is_own):
         raise NotImplementedError(
             f"cu_seq_lens_q of several documents is implemented for one row without a cache or an encoder, got batch "

@@ -26,7 +26,7 @@ from flashmask_hf.hf.families import refuse_unsupported
 from flashmask_hf.hf.keywords import check_window
 from flashmask_hf.hf.layer_mask import LayerMask, marked_rows
 from flashmask_hf.hf.mask_reader import Rows, TraceContext, trace
-from flashmask_hf.hf.merge import check_form, shown_earlier, supplied_mask
+from flashmask_hf.hf.merge import check_form, may_attend_to_encoder, shown_earlier, supplied_mask
 from flashmask_hf.intervals import hide_keys
 from flashmask_hf.mask import FlashMask, MaskNotRepresentable
 from flashmask_hf.names import FLASHMASK, VECTORS
@@ -108,7 +108,12 @@ def mask_hook(
     span = None if visible is None else visible.span()
     if call is not None and call.get("encoder_hidden_states") is not None and (span is None or span[0] != 0):
         call = documents = None  # keys of an encoder
-    is_row = same_tokens and batch_size == 1 and visible is not None
+    is_row = (
+        same_tokens
+        and batch_size == 1
+        and visible is not None
+        and (visible.starts_at_key() or not may_attend_to_encoder(config))
+    )
     if call is not None and call.indices is not None:
         rows = None
         if same_tokens and visible is not None and span is not None:

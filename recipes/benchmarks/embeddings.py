@@ -54,7 +54,7 @@ def draw_texts(case: str, count: int, vocab: int, generator: torch.Generator) ->
 
 def padded(texts: Sequence[Tensor], device: str) -> dict[str, Tensor]:
     """Return texts as a batch, padded on the right."""
-    ids = nn.utils.rnn.pad_sequence(texts, batch_first=True).to(device)
+    ids = nn.utils.rnn.pad_sequence([*texts], batch_first=True).to(device)
     ends = torch.tensor([len(text) for text in texts], device=device)
     return {"input_ids": ids, "attention_mask": (torch.arange(ids.shape[1], device=device) < ends[:, None]).long()}
 

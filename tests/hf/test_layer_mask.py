@@ -361,8 +361,9 @@ def test_cu_seq_lens_that_cannot_be_honoured_are_refused():
         model_pair("llama")[0](tokens(2, 6), cu_seq_lens_q=edges, use_cache=False)
     part = mask_hook(batch_size=1, q_length=4, q_offset=2, kv_length=6)
     whole = mask_hook(batch_size=1, q_length=6, kv_length=6, mask_function=bidirectional_mask_function)
-    for columns, q_len, decoder in ((part, 4, False), (whole, 6, True)):
+    for columns, q_len, decoder in ((part, 4, False), (whole, 6, True), (None, 6, True)):
         query, module = torch.randn(1, 2, q_len, 8), torch.nn.Module()
+        module.is_causal = False
         module.config = types.SimpleNamespace(add_cross_attention=decoder)
         with pytest.raises(NotImplementedError, match=r"cu_seq_lens_q .*one row without a cache.*flatten the batch"):
             late_mask(module, query, torch.randn(1, 2, 6, 8), columns, dict(cu_seq_lens_q=edges))
