@@ -133,7 +133,9 @@ def pack_shared_rows(
 
 def shares_prefixes(values: Any) -> bool:
     """Return whether `input_ids` are of a row of `pack_shared_rows`."""
-    return is_packed(values) and len(values) > 2 and len(values[-2]) > 0 and values[-2][0] == -1
+    if not is_packed(values) or len(values) < 3 or not hasattr(values[-2], "__len__"):
+        return False
+    return len(values[-2]) > 0 and values[-2][0] == -1
 
 
 def read_shared_row(example: Mapping[str, Any], name: str) -> tuple[Forest, NDArray[np.float32]]:

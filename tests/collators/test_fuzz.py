@@ -248,7 +248,8 @@ def test_forests(inputs):
 
 def test_pack_dataset(inputs):
     draw = random.Random(4)
-    options = {"completion_only_loss": None, "max_position_embeddings": None, "version": 1}
+    options = {"completion_only_loss": None, "max_position_embeddings": None, "version": 1, "order": None}
+    options |= {"loss_mean": "token", "row_length": 8, "share_prefixes": False}
     for _ in range(inputs):
         documents = [integers(draw, draw.randint(1, 12)) for _ in range(draw.randint(1, 6))]
         split, mode = draw.choice([(True, "error"), (False, "keep_start"), (False, "keep_end"), (False, "error")])
