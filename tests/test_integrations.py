@@ -164,6 +164,7 @@ def test_sequence_parallelism_inside_flash_attention_is_refused(program, stand_i
 
 
 @pytest.mark.full
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin:UserWarning")  # torch 2.11
 def test_compiled_models_refuse_it_too(stand_in):
     model = torch.compile(make_model(), backend="eager")
     set_size = split_by("verl", stand_in)

@@ -15,7 +15,13 @@ from tools.model_pairs import BOUND, SIZES, NoSynchronization, model_pair
 from tools.support import requires
 from tools.tiny import CHECKPOINTING, TRAINER_WARNINGS, llama_config, trainer_settings, word_tokenizer
 from tools.vision import tiny_model
-from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    DynamicCache,
+    GPT2Config,
+    Qwen3MoeConfig,
+)
 
 import flashmask_hf
 from flashmask_hf.hf.call import Call
@@ -405,11 +411,15 @@ TRAINERS: dict[str, tuple[str, dict[str, Any]]] = {
     "simpo": ("trl.experimental.cpo.CPO", {"loss_type": "simpo", "cpo_alpha": 0.5}),
     "tpo": ("trl.experimental.tpo.TPO", {}),
     "dpo": ("trl.DPO", {}),
+    "reward": ("trl.Reward", {}),
     "grpo": ("trl.GRPO", {"max_completion_length": 6, "num_generations": 2}),
+    "rloo": ("trl.RLOO", {"max_completion_length": 6, "num_generations": 2}),
+    "gmpo": ("trl.experimental.gmpo.GMPO", {"max_completion_length": 6, "num_generations": 2}),
+    "sdpo": ("trl.experimental.sdpo.SDPO", {"max_completion_length": 6, "num_generations": 2}),
     "online_dpo": ("trl.experimental.online_dpo.OnlineDPO", {"max_new_tokens": 6}),
 }
 """TRL's trainers that pass padded batches, and options."""
-SAMPLED = ("grpo", "online_dpo")
+SAMPLED = ("grpo", "rloo", "gmpo", "sdpo", "online_dpo")
 
 
 @pytest.mark.filterwarnings("ignore")  # of experimental trainers
@@ -453,10 +463,9 @@ def make_trainer(name: str, adapter: bool, folder: Any) -> Any:
     home, label = path.rsplit(".", 1)
     module = importlib.import_module(home)
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(llama_config(initializer_range=0.2)).save_pretrained(folder / "model")
-    model = AutoModelForCausalLM.from_pretrained(
-        folder / "model", attn_implementation="flashmask"
-    )  # as KTO's reference
+    auto = AutoModelForSequenceClassification if name == "reward" else AutoModelForCausalLM
+    auto.from_config(llama_config(initializer_range=0.2, num_labels=1)).save_pretrained(folder / "model")
+    model = auto.from_pretrained(folder / "model", attn_implementation="flashmask")  # as KTO's reference
     draw = torch.Generator().manual_seed(0)
 
     def words(count: int) -> str:
@@ -475,7 +484,7 @@ def make_trainer(name: str, adapter: bool, folder: Any) -> Any:
         kept = ("prompt",) if name in SAMPLED else ("prompt", "chosen", "rejected")
         rows = [{key: row[key] for key in kept} for row in rows]
     settings = trainer_settings(folder) | {"max_steps": 2, "learning_rate": 0.1, "optim": "sgd", "max_grad_norm": 0.0}
-    settings |= {CHECKPOINTING: adapter} | ({} if name == "grpo" else {"max_length": 64}) | options
+    settings |= {CHECKPOINTING: adapter} | ({} if "num_generations" in options else {"max_length": 64}) | options
     more: dict[str, Any] = {}
     if name in SAMPLED:
         more["reward_funcs"] = lambda completions, **_: [float(len(text) % 7) for text in completions]

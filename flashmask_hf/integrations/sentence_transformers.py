@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 from sentence_transformers import __version__
-from sentence_transformers.base.modules import Transformer
+from sentence_transformers.base.modules import Transformer  # pyright: ignore[reportMissingImports]
 from torch import nn
 from transformers import modeling_flash_attention_utils as flash_attention
 
