@@ -122,6 +122,22 @@ def test_a_step_is_that_of_a_loop_over_examples(weights, counted, extra, batches
     assert_same(gradient, expected)
 
 
+@pytest.mark.parametrize("loss_mean", ["token", pytest.param("example", marks=pytest.mark.full)])
+def test_examples_of_unlike_signs_share_prefixes(loss_mean, tmp_path):
+    """Twice the same example, too, with weights that cancel out."""
+    data = [DOCUMENTS[0][:5] + DOCUMENTS[i][: i % 4 + 1] for i in range(len(DOCUMENTS))]
+    data += data[:2]
+    weights = np.append(0.4 - PER_EXAMPLE, PER_EXAMPLE[:2] - 0.4)
+    extra = {"share_prefixes": True, "loss_mean": loss_mean}
+    log, gradient = step(trainer_of(PackedSFTTrainer, tmp_path, {"input_ids": data, "weight": weights}, extra=extra))
+    counted = weights / [len(tokens) - 1 for tokens in data] if loss_mean == "example" else weights
+    rows = [torch.full((len(tokens),), own) for tokens, own in zip(data, counted, strict=True)]
+    loss, expected = loop(model_of("eager"), data, rows)
+    assert log["loss"] == pytest.approx(loss, rel=BOUND)
+    assert log["shared_tokens_saved"] > 0.2
+    assert_same(gradient, expected)
+
+
 def test_a_weight_is_a_number_of_equal_examples(tmp_path):
     """Loss, gradient, accuracy and entropy are those of stock TRL on examples that are repeated."""
     data = [[first, last] for first in (5, 6, 7, 8, 9) for last in range(3, VOCAB)]
