@@ -76,8 +76,8 @@ def pack_dataset(
         split: cut a longer document into consecutive pieces, each a document of its own with positions from 0.
         truncation_mode: what to do with a longer document otherwise: "error", "keep_start" or "keep_end".
         completion_only_loss: as in `DataCollatorForPackedLanguageModeling`.
-        loss_mean: "token" counts each label as often as its weight says, or once. "example" divides that by the
-            example's number of labels, so that all examples without a weight, long or short, count the same.
+        loss_mean: "example" divides weights by the example's number of labels, so that examples of any length count the
+            same; "token" does not.
         max_position_embeddings: the model's number of positions; a longer document raises. None skips the check.
         batch_size: number of examples packed together. Larger batches pack tighter, take more memory, and delay a
             stream's first row. None is 4,000 for a Dataset and 1,000 for an IterableDataset.

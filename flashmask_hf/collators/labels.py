@@ -20,7 +20,7 @@ WEIGHT = "weight"
 """Column with the weight of an example, or one weight per token."""
 
 _MAX_WEIGHT = 1e20
-"""Largest absolute value of a weight: float32 holds the sum of 10**18 such weights."""
+"""Largest absolute value: float32 holds the sum of 10**18 of them."""
 
 
 def read_labels(
@@ -47,18 +47,10 @@ def read_labels(
 
 
 def read_weights(value: Any, labels: NDArray[Any], name: str) -> tuple[NDArray[Any], NDArray[np.float32]]:
-    """Return the labels of an example whose weight is not 0, and the weights, 0 without a label.
-
-    Args:
-        value: a number, or a sequence of one number per token.
-        labels: integers [n].
-        name: name of the example.
-
-    Returns:
-        the labels, [n] in their dtype, and float32 [n].
+    """Return an example's labels, integers [n], ignored where the weight is 0, and their weights, float32 [n].
 
     Raises:
-        TypeError: `value` is something else.
+        TypeError: `value` is neither a number nor a flat sequence of numbers.
         ValueError: a number is not finite or over 1e20, or the numbers and the tokens are not one to one.
     """
     try:

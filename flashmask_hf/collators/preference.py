@@ -29,7 +29,7 @@ class DataCollatorForSharedQuestion(PackingCollator):
 
     An example has `prompt_ids`, and either `chosen_ids` and `rejected_ids`, as `trl.DPOTrainer` prepares them, or
     `answers_ids`, a list of two or more answers, best first. `ref_chosen_logps` and `ref_rejected_logps` are passed on,
-    and so is `weight`, a number of at least 0, a factor of the example's loss in `SharedQuestionDPOTrainer`.
+    as is `weight`, a factor of at least 0 of the example's loss.
 
     A batch has the keys of TRL's `DataCollatorForPreference`, one sequence per answer, and the packed rows.
     `flashmask_hf.hf.packed.rows` makes the backbone run the rows and return the sequences' hidden states.
@@ -187,7 +187,7 @@ class DataCollatorForSharedQuestion(PackingCollator):
 
 
 def _weight(example: Mapping[str, Any], name: str) -> float | None:
-    """Return the weight of an example, or None; raise a ValueError if it is negative."""
+    """Return an example's weight or None; raise for a negative one."""
     if example.get(WEIGHT) is None:
         return None
     weight = as_number(example[WEIGHT], f"weight of {name}")

@@ -61,9 +61,8 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, PairWeightsMixin, 
 
     Datasets have one of TRL's preference formats, the format of `HuggingFaceH4/ultrafeedback_binarized`, or the columns
     `prompt_ids`, `chosen_ids` and `rejected_ids`. With a processor, a column `images` or `image` may hold images of
-    the prompt, which each model call runs once. With a column `weight`, numbers of at least 0, the loss is
-    sum(w * loss) / sum(w) over the pairs of an optimizer step on all ranks; metrics have no weights. Differences from
-    TRL:
+    the prompt, which each model call runs once. With a column `weight`, the loss is sum(w * loss) / sum(w) over an
+    optimizer step on all ranks; metrics have no weights. Differences from TRL:
 
     - A model loaded by name gets the attention "flashmask".
     - `truncation_mode="keep_end"` cuts a question equally for both answers. The log counts the examples cut.

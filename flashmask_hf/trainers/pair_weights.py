@@ -1,8 +1,7 @@
 """Weights of pairs in the loss of TRL's DPOTrainer.
 
-TRL averages the losses of a batch's pairs inside of `_compute_loss`. Before, with `use_weighting` (WPO), it multiplies
-each loss by exp(mean(log_probs - log_sum_sq_probs)) of the chosen and of the rejected answer. `log_sum_sq_probs` is an
-output of the model: a pair's weight is taken off there.
+With `use_weighting` (WPO), TRL multiplies each pair's loss by exp(mean(log_probs - log_sum_sq_probs)) of both answers:
+the model's output `log_sum_sq_probs` takes the weights in.
 """
 
 from __future__ import annotations
@@ -29,11 +28,7 @@ def check_pair_weights(args: Any) -> None:
 
 
 class PairWeightsMixin:
-    """Mixin of a DPO trainer whose batches may have `pair_weights`, float32 [pairs], at least 0.
-
-    The loss is sum(w * loss) / sum(w) over the pairs of an optimizer step, or of an evaluation, on all ranks. Other
-    metrics have no weights.
-    """
+    """Mixin of a DPO trainer whose batches may have `pair_weights`, float32 [pairs], at least 0."""
 
     _mean_weight: Tensor | None = None  # of a step's batches on all ranks, the mean of the sums of weights
 
@@ -77,7 +72,7 @@ class PairWeightsMixin:
 
 
 class _WeighedPairs:
-    """Model whose `log_sum_sq_probs` make WPO's weights those of pairs, or the product of both if it `has_weights`."""
+    """Model whose WPO weights are the weights of pairs, or the product of both if it `has_weights` of its own."""
 
     def __init__(self, model: Any, weights: Tensor, *, has_weights: bool):
         self._model, self._weights, self._has_weights = model, weights, has_weights

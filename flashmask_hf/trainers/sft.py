@@ -56,9 +56,8 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
 
     > Weights
 
-    In a dataset with a column `weight`, a number or one number per token, the loss is sum(w * nll) / sum(abs(w)) over
-    an optimizer step on all ranks, for any scale of weights. A negative weight lowers probabilities. Means of entropy
-    and accuracy count a token abs(w) times. The auxiliary loss of a mixture of experts has no weights.
+    With a column `weight`, a number or one per token, the loss is sum(w * nll) / sum(abs(w)) over an optimizer step on
+    all ranks. Entropy and accuracy count a token abs(w) times; the auxiliary loss of experts has no weights.
 
     > Attention
 
@@ -86,8 +85,7 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
         row_length: maximum number of tokens of a row, at least `max_length`; None is `max_length`.
         share_prefixes: compute tokens that several examples of a row begin with once, as `pack_dataset` does. Loss,
             gradients and metrics stay the same as unpacked; dropout draws once for a shared token.
-        loss_mean: "token" is TRL's mean over the tokens of an optimizer step. "example" is the mean over examples of
-            each example's mean, so that every conversation counts the same.
+        loss_mean: "token", as in TRL, or "example", by which every conversation counts the same.
 
     Raises:
         TypeError: `args`, `data_collator` or a tokenized column has the wrong type.

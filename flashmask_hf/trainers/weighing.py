@@ -1,7 +1,7 @@
 """Weights of labels in the loss of TRL's SFTTrainer.
 
-The loss is sum(w * nll) / sum(abs(w)) over the labels of an optimizer step on all ranks. TRL's fused head returns
-values per token, which TRL sums into loss and metrics; they are multiplied by the weights in between.
+The loss is sum(w * nll) / sum(abs(w)) over an optimizer step on all ranks: the outputs of TRL's fused head, per token,
+are weighed before TRL sums them into loss and metrics.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flashmask_hf.names import DIFFUSION_LABELS, IGNORED, LABEL_WEIGHTS, SHIFT_L
 
 
 def label_count(batch: Mapping[str, Any]) -> Tensor:
-    """Return the number of a batch's labels, each counted as often as its weight's absolute value, float32 []."""
+    """Return the sum of the absolute weights of a batch's labels, float32 []."""
     return _shifted_weights(batch).abs().sum()
 
 
@@ -28,10 +28,7 @@ def without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shifted_weights(batch: Mapping[str, Any]) -> Tensor:
-    """Return the weight of each token's label, the next token, float32 [R, S - 1], or [R, S / N] in a shard.
-
-    Labels without weights have 1, tokens without a label 0.
-    """
+    """Return the weight of each token's label, the next token, float32 [R, S - 1], or [R, S / N] in a shard."""
     if SHIFT_LABEL_WEIGHTS in batch:
         return batch[SHIFT_LABEL_WEIGHTS]
     if LABEL_WEIGHTS in batch:
@@ -55,23 +52,12 @@ def check_weighing(args: Any, compute_loss_func: Any) -> None:
 
 
 class WeighingMixin:
-    """Mixin of an SFT trainer whose batches may have `label_weights`, float32 [R, S], beside `labels`.
-
-    A label counts as often as its weight says, in the loss and in the means of entropy and accuracy. If some batch has
-    weights, labels of batches without weights have 1. A negative weight lowers the label's probability, and counts by
-    its absolute value in divisors, entropy and accuracy.
-    """
+    """Mixin of an SFT trainer whose batches may have `label_weights`; labels of other batches then have 1."""
 
     _weighs = False
 
     def _start_weighing(self) -> None:
-        """Read weights from here on.
-
-        Call it on every rank before training if any batch may have weights.
-
-        Raises:
-            ValueError: as in `check_weighing`.
-        """
+        """Read weights from here on; every rank must, before a batch of any has weights."""
         check_weighing(self.args, self.compute_loss_func)
         self._weighs = True
         self.model_accepts_loss_kwargs = True  # else Trainer counts no labels, and TRL averages batches
@@ -100,14 +86,9 @@ class WeighingMixin:
 
 
 class _WeighedModel:
-    """Model with TRL's fused head whose outputs per token are multiplied by the weights of labels.
+    """Model with TRL's fused head whose outputs per token are multiplied by weights, float32.
 
-    It wraps models that are wrapped for distributed training or compiled.
-
-    Args:
-        model: the model.
-        weights: float32, one per output token, 0 without a label.
-        divisor: TRL's divisor of the loss, or None for the sum of the absolute weights. TRL makes it at least 1.
+    `divisor` is TRL's divisor of the loss, None for the sum of the absolute weights. TRL makes it at least 1.
     """
 
     def __init__(self, model: Any, weights: Tensor, divisor: Any):
@@ -123,5 +104,5 @@ class _WeighedModel:
         output.log_probs = output.log_probs * (weights / divisor.where(divisor > 0, 1.0).clamp(max=1.0))
         for name in ("label_mask", "entropy", "is_top1"):
             setattr(output, name, getattr(output, name) * sizes)
-        output.loss = None  # without weights; TRL does not read it
+        output.loss = None  # has no weights
         return output
