@@ -45,6 +45,12 @@ class RecipeArguments:
     split: bool = common.flag(
         default=False, help="Cut examples longer than `max_length` into consecutive pieces, each a document of its own."
     )
+    share_prefixes: bool = common.flag(
+        default=False, help="Compute tokens that several examples of a row begin with once, with the same losses."
+    )
+    row_length: int | None = common.flag(
+        default=None, help="Tokens of a row, at least `max_length`, which then limits examples alone."
+    )
     long_context: bool | None = common.flag(
         default=None,
         help="Measure two short rows before the first step, and choose from them what the flags below leave "
@@ -79,7 +85,8 @@ class RecipeArguments:
 def main(argv: Sequence[str]) -> None:
     flags = parse(argv)
     options = common.trainer_options(flags, data.question_answers)
-    trainer: PackedSFTTrainer = common.build(PackedSFTTrainer, **options, split=flags.own.split)
+    own = {name: getattr(flags.own, name) for name in ("split", "share_prefixes", "row_length")}
+    trainer: PackedSFTTrainer = common.build(PackedSFTTrainer, **options, **own)
     add_long_rows(trainer, flags.own)
     common.train(trainer, flags.script)
     if not trainer.accelerator.is_main_process:
@@ -119,7 +126,8 @@ def add_long_rows(trainer: PackedSFTTrainer, flags: RecipeArguments) -> None:
     args: Any = trainer.args
     measured = flags.long_context
     if measured is None:
-        long = args.max_length is not None and args.max_length * args.per_device_train_batch_size >= LONG_BATCH
+        length = flags.row_length or args.max_length
+        long = length is not None and length * args.per_device_train_batch_size >= LONG_BATCH
         checkpointed = checkpointing_of(args)[1] is not None and args.layer_compiler is None
         measured = long and checkpointed and obstacle_to_measuring(trainer) is None
     by_hand = {"tile_tokens": flags.tile_tokens, "keep_attention": flags.keep_attention, "host_gib": flags.host_gib}

@@ -83,9 +83,8 @@ def pack_dataset(
             stream's first row. None is 4,000 for a Dataset and 1,000 for an IterableDataset.
         num_proc: number of processes, for a `Dataset`.
         row_length: maximum number of tokens of a row, at least `max_length`; None is `max_length`.
-        share_prefixes: compute tokens that examples begin with once per row; their labels count once per example. A
-            Dataset is first grouped by equal prefixes; examples of a stream share if they are packed together. Rows
-            are for `PackedSFTTrainer` alone, because other losses do not read `label_weights`. Causal attention alone.
+        share_prefixes: compute common prefixes of examples once per row, for causal models in `PackedSFTTrainer`; their
+            labels count once per example. Examples share if they are packed together; a Dataset is first sorted.
 
     Returns:
         Dataset or IterableDataset: one example per row, in int32. `input_ids` is a list of documents, the last one
@@ -326,6 +325,7 @@ def _pack(
     documents: list[dict[str, NDArray[Any]]] = []
     weights: list[NDArray[Any]] = []
     columns: dict[str, NDArray[Any]] = {}
+    packed: dict[str, list[list[Any]]]
     count = 0
     for example, name in zip(examples, names, strict=True):
         columns = _read(example, name, given, completion_only_loss)

@@ -84,9 +84,9 @@ def share_prefixes(
 def cut_tries(sequences: Sequence[NDArray[Any]], row_length: int) -> list[list[int]]:
     """Group sequences into tries of at most `row_length` tokens, so that the fewest tokens are computed.
 
-    In sorted order, a sequence adds to a trie its tokens after the prefix that it shares with the one before. A new
-    branch adds a token, because each branch repeats the token that predicts its first. A trie that is cut between two
-    sequences repeats their prefix. A prefix below 1/64 of a sequence is not shared, as documents fill rows better.
+    In sorted order, a sequence adds its tokens after the prefix shared with the one before, and one for a new branch,
+    which repeats the token that predicts it (`learn_once`). A cut repeats the prefix. A prefix below 1/64 of a sequence
+    is not shared: whole documents fill rows better.
 
     Args:
         sequences: token ids, integers [n] each with n in 1..row_length.
@@ -106,8 +106,8 @@ def cut_tries(sequences: Sequence[NDArray[Any]], row_length: int) -> list[list[i
     alone = common * 64 < lengths
     repeated = np.where(alone, 0, common - (common < np.roll(lengths, 1)))  # by a cut before each sequence
     ends = np.cumsum(lengths - repeated).tolist()  # tokens of a trie that is never cut
-    least, firsts = [0], list[int]()  # tokens repeated by the best cuts of the first sequences, and where they cut last
-    window: deque[tuple[int, int]] = deque()  # repeated tokens and first sequence of tries that may end here, ascending
+    least, firsts = [0], list[int]()  # tokens repeated by the best cuts, and the last cut, of the first sequences
+    window: deque[tuple[int, int]] = deque()  # repeated tokens and first sequence of tries that may end here
     for last, own in enumerate(repeated.tolist()):
         if alone[last]:
             window.clear()

@@ -57,7 +57,7 @@ def _hash_prefixes(table: pa.Table) -> pa.Table:
         for level, end in enumerate(_EDGES):
             if end > len(tokens):
                 break
-            state.update(np.ascontiguousarray(tokens[start:end]))
+            state.update(tokens[start:end].tobytes())
             own[level], start = np.frombuffer(state.digest(), np.int64)[0], end
     return pa.table({"hashes": pa.FixedSizeListArray.from_arrays(hashes.ravel(), len(_EDGES))})
 

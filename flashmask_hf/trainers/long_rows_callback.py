@@ -151,7 +151,7 @@ class LongRows(TrainerCallback):
     @property
     def _tokens(self) -> int:
         trainer = self._trainer
-        return trainer.args.max_length * trainer._train_batch_size  # auto_find_batch_size changes it
+        return trainer.row_length * trainer._train_batch_size  # auto_find_batch_size changes it
 
     def _checkpoint(self, kept: bool) -> None:
         """Turn on checkpointing with or without attention's results."""

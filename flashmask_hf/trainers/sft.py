@@ -176,6 +176,7 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
             )
             data_collator = pad_for_parts(collator, parts)
         self._packing_options: dict[str, Any] = {"max_position_embeddings": max_position_embeddings, "split": split}
+        self.row_length = row_length or args.max_length
         self._packing_options |= {"row_length": row_length, "share_prefixes": share_prefixes, "loss_mean": loss_mean}
         self._formatting = formatting_func
         with flashmask_policy(model, args):
@@ -233,8 +234,7 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
                 **self._packing_options,
             )
         if isinstance(tokenized, Dataset) and isinstance(packed, Dataset):
-            length = self._packing_options["row_length"]
-            PartialState().print(packing_report(args, len(tokenized), packed, dataset_name, length))
+            PartialState().print(packing_report(args, len(tokenized), packed, dataset_name, self.row_length))
         return packed
 
     def _set_signature_columns_if_needed(self) -> None:

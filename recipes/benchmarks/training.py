@@ -17,9 +17,8 @@ second count each question once. `orpo` and `kto` are TRL's trainers on padded b
 2 and 4 answers, and `flashmask` is `share_prefixes`, whose time on the host, without the wait for the device, is
 `hook_milliseconds` per step.
 
-`trajectories` fine-tunes on agents' trajectories with an example per step, without the thinking of earlier steps.
-`flashmask` shares prefixes of examples, the others have rows of whole examples. Steps are on rows of about the mean
-number of tokens, and `examples_per_second` are the examples of the data set over the time of all its `rows`.
+`trajectories` fine-tunes on the steps of agents without earlier thinking; `flashmask` alone shares prefixes. Steps are
+on rows of about the mean length, and `examples_per_second` is for all `rows`.
 
 `images_20`, `images_50` and `images_80` fine-tune a vision-language model on conversations with that percentage of
 image tokens: turns of 32 to 4,096 tokens (log-normal, median 256) and images of 64 to 1,024 tokens (of Gemma: 256).
@@ -290,10 +289,10 @@ class DiffusionTuning(FineTuning):
 
 
 class Trajectories(FineTuning):
-    """Fine-tuning on agents' trajectories, in rows of shared prefixes, and in rows of whole examples."""
+    """Fine-tuning on agents' trajectories, in rows that share prefixes and in others."""
 
     def _steps(self, length: int, count: int, most: int) -> Dataset:
-        """Draw trajectories of at most `most` steps; examples of more than `length` tokens are left out."""
+        """Draw trajectories of at most `most` steps, without examples of more than `length` tokens."""
         draw, data = np.random.default_rng(length), {"input_ids": [], "completion_mask": []}
         scale = min(1.0, length / 16384)
 
@@ -311,13 +310,13 @@ class Trajectories(FineTuning):
         made = Dataset.from_dict(data)
         return made.filter(lambda example: len(example["input_ids"]) <= length)
 
-    def _batches(self, rows: Dataset) -> list[dict[str, Any]]:
+    def _batches(self, rows: Any) -> list[dict[str, Any]]:
         """Return packed rows as batches."""
         collate = DataCollatorForPackedLanguageModeling()
         return [{name: x.to(self.device) for name, x in collate([row]).items()} for row in rows]
 
     def draw(self, length: int, count: int) -> Sequence[Any]:
-        """Pack 48 trajectories into rows of either kind; return those of about the mean number of tokens."""
+        """Pack 48 trajectories into rows of either kind; return some of about the mean length."""
         steps, drawn = self._steps(length, 48, 40), {}
         self.examples, self.rows = len(steps), {}
         for shares in (True, False):

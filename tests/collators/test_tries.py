@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from flashmask_hf.collators import DataCollatorForPackedEncoders, DataCollatorForPackedLanguageModeling, pack_dataset
@@ -42,7 +42,9 @@ def fewest(sequences, row_length):
 
 
 @settings(max_examples=40)
-@given(EXAMPLES, st.integers(7, 16))
+@given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=7), min_size=1, max_size=14), st.integers(7, 12))
+@example([[1], [1, 1], [1] * 7, [1] * 7], 7)
+@example([[0, 1, 0], [0, 0, 0, 1, 1], [0, 0, 1], [0, 0, 0, 0, 1, 1]], 7)
 def test_tries_fit_rows_and_compute_the_fewest_tokens(rows, row_length):
     sequences = arrays(rows)
     groups = cut_tries(sequences, row_length)

@@ -254,13 +254,13 @@ def compiled(group: Any) -> dict[str, Any]:
 def prefixes(group: Any) -> dict[str, Any]:
     """Rows of shared prefixes; one process trains on the examples in stock TRL, without packing."""
     size = group.size()
-    settings = trainer_settings(FOLDER / f"prefixes-{size}") | PREFIXES | {"use_cpu": size == 1}
+    settings: dict[str, Any] = trainer_settings(FOLDER / f"prefixes-{size}") | PREFIXES | {"use_cpu": size == 1}
     settings |= {"per_device_train_batch_size": 16 if size == 1 else 4, "dataloader_pin_memory": False}
     if size > 1:
         use_fsdp_on_cpu()
         settings["parallelism_config"] = ParallelismConfig(cp_size=2)
     kind: Any = SFTTrainer if size == 1 else partial(PackedSFTTrainer, share_prefixes=True)
-    options = {"train_dataset": Dataset.from_dict(turns()), "processing_class": word_tokenizer()}
+    options: dict[str, Any] = {"train_dataset": Dataset.from_dict(turns()), "processing_class": word_tokenizer()}
     trainer = kind(model_of("llama", 8, 4), SFTConfig(**settings), **options)
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]

@@ -125,11 +125,13 @@ def compared(kind: Any, config: Any, load: Any, *models: str) -> Any:
 def prefixes(group: Any) -> dict[str, Any]:
     """Two rows of shared prefixes per process; one process trains on the examples in stock TRL, without packing."""
     size = group.size()
-    settings = trainer_settings(tempfile.mkdtemp()) | PREFIXES | {"per_device_train_batch_size": 16 if size == 1 else 2}
+    settings: dict[str, Any] = (
+        trainer_settings(tempfile.mkdtemp()) | PREFIXES | {"per_device_train_batch_size": 16 if size == 1 else 2}
+    )
     kind: Any = SFTTrainer if size == 1 else partial(PackedSFTTrainer, share_prefixes=True)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(llama_config(initializer_range=0.3), attn_implementation="flashmask")
-    options = {"train_dataset": Dataset.from_dict(turns()), "processing_class": word_tokenizer()}
+    options: dict[str, Any] = {"train_dataset": Dataset.from_dict(turns()), "processing_class": word_tokenizer()}
     trainer = kind(model, SFTConfig(**settings), **options)
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]

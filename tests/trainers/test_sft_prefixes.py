@@ -90,7 +90,7 @@ def thinking(generator: Any) -> dict[str, Any]:
 def trainer_of(
     trainer: type, path: Any, kind: str, data: Any, *, options: Any = None, peft: Any = None, **settings: Any
 ) -> Any:
-    given = {
+    given: dict[str, Any] = {
         "max_steps": 1,
         "optim": "sgd",
         "learning_rate": 1.0,
@@ -201,6 +201,7 @@ def test_streams_and_rows_that_are_packed_before(prepared, tmp_path):
         rows, options = pack_dataset(Dataset.from_dict(data), 200, **options), {}
     settings = {"per_device_train_batch_size": 100}
     shared = trainer_of(PackedSFTTrainer, tmp_path, "llama", rows, options=options, **settings)
+    assert shared.row_length == (256 if prepared == "stream" else 200)  # LongRows makes as many tokens fit
     assert_stock(shared, trainer_of(SFTTrainer, tmp_path, "llama", data, **settings))
 
 
@@ -240,8 +241,12 @@ def test_options_that_cannot_share_raise(options, settings, message, tmp_path):
 
 def first_step(model: Any, tmp_path: Any) -> None:
     data = unrolled(np.random.default_rng(0))
-    settings = trainer_settings(tmp_path) | {"max_length": 200, "max_steps": 1}
-    options = {"train_dataset": Dataset.from_dict(data), "processing_class": word_tokenizer(), "share_prefixes": True}
+    settings: dict[str, Any] = trainer_settings(tmp_path) | {"max_length": 200, "max_steps": 1}
+    options: dict[str, Any] = {
+        "train_dataset": Dataset.from_dict(data),
+        "processing_class": word_tokenizer(),
+        "share_prefixes": True,
+    }
     PackedSFTTrainer(model, SFTConfig(**settings), **options).train()
 
 
