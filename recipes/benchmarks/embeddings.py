@@ -93,11 +93,14 @@ class Embedder:
                 mask = new["attention_mask"]
                 ends = mask.sum(1)
                 last = states[torch.arange(len(ends), device=ends.device), ends - 1]
-                found.append((states * mask[..., None]).sum(1) / ends[:, None] if self.averages else last)
+                found.append(
+                    (states * mask[..., None]).sum(1, dtype=torch.float32) / ends[:, None] if self.averages else last
+                )
             else:
                 bounds = new["cu_seq_lens_q"]
                 number = (new["position_ids"][0] == 0).cumsum(0) - 1
-                sums = states.new_zeros(len(bounds) - 1, states.shape[-1]).index_add(0, number, states[0])
+                sums = torch.zeros(len(bounds) - 1, states.shape[-1], device=states.device)
+                sums = sums.index_add(0, number, states[0].float())
                 found.append(sums / bounds.diff()[:, None] if self.averages else states[0, bounds[1:] - 1])
         return nn.functional.normalize(torch.cat(found).float(), dim=-1)
 
