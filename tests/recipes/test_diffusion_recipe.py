@@ -20,14 +20,14 @@ pytestmark = TRAINER_WARNINGS
 @pytest.mark.full
 def test_the_demo_learns_to_fill_in_facts(tmp_path):
     accelerate = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", "--num_processes", 1, "--cpu"]
-    flags = ["--max_steps", 90, "--disable_tqdm", True, "--use_cpu", "--save_strategy", "no", "--show", 3]
+    flags = ["--disable_tqdm", True, "--use_cpu", "--save_strategy", "no"]
     printed = launch(accelerate, tmp_path, *flags, recipe="diffusion")
     losses = logged(printed, "loss")
-    assert losses[-1] < 0.5 * losses[0]
+    assert losses[-1] < 0.2 * losses[0]
     assert f"Loaded {tmp_path} again, attn_implementation='flashmask'" in printed
-    assert sum(line.startswith(("Masked: ", "Filled: ")) for line in printed.splitlines()) == 6
+    assert sum(line.startswith(("Masked: ", "Filled: ")) for line in printed.splitlines()) == 12
     right, total = (int(word) for word in printed.splitlines()[-1].split() if word.isdigit())
-    assert right > 0.5 * total
+    assert right > 0.8 * total
 
 
 def test_a_run_on_whole_documents(tmp_path, capsys):
