@@ -107,6 +107,8 @@ class PackedDiffusionTrainer(PackedSFTTrainer):
 
         def weigh(**kwargs: Any) -> Any:
             outputs = model(**kwargs)
+            if not kwargs.get("fused_lm_head"):  # logits, for `predict`
+                return outputs
             scale = weights.to(outputs.log_probs.device)
             if num_items_in_batch is None:  # TRL divides by the number of noised tokens
                 noised, count = (label_count({"shift_labels": x}).clamp(min=1) for x in (targets, labels))

@@ -149,6 +149,15 @@ def test_adapters_are_trained(tmp_path: Any) -> None:
     assert all(x.grad is None or "lora" in name for name, x in trainer.model.named_parameters())
 
 
+@pytest.mark.filterwarnings("ignore:`return_outputs=True`:FutureWarning")
+def test_predictions_are_of_packed_rows(tmp_path: Any) -> None:
+    trainer = build(tmp_path, block_collator(), eval_dataset=make_examples(3))
+    predicted = trainer.predict(make_examples(3))
+    rows, length = predicted.label_ids.shape
+    assert predicted.predictions.shape == (rows, length, MASK + 1)
+    assert predicted.metrics["test_loss"] == trainer.evaluate()["eval_loss"]
+
+
 class OwnAttention(PreTrainedModel):
     """A model that calls SDPA itself, as the remote code of LLaDA does."""
 
