@@ -65,7 +65,7 @@ def read_weights(value: Any, labels: NDArray[Any], name: str) -> tuple[NDArray[A
     wrong = given[~(np.abs(given) <= _MAX_WEIGHT)]  # also NaN
     if wrong.size:
         raise ValueError(f"weight of {name} must be finite and at most 1e20, got {wrong[0]}; correct or remove it")
-    weights = np.where(labels == IGNORED, 0, given).astype(np.float32)
+    weights = np.broadcast_to(given, labels.shape).astype(np.float32)
     return np.where(weights == 0, IGNORED, labels).astype(labels.dtype), weights
 
 
