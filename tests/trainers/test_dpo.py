@@ -419,7 +419,10 @@ WEIGHED = {
 }
 
 
-@pytest.mark.parametrize("options", WEIGHED.values(), ids=WEIGHED)
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(x, id=name, marks=[pytest.mark.full] * (name == "two losses")) for name, x in WEIGHED.items()],
+)
 def test_a_step_on_weighed_pairs_is_that_of_a_loop_over_pairs(options, model_path, tokenizer, tmp_path):
     """In three batches; metrics have no weights."""
     stock = make(DPOTrainer, model_path, tokenizer, tmp_path, data=weighed_rows(), **options)

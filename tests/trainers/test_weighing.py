@@ -105,7 +105,7 @@ def expected_of(counted: Any, model: Any = None) -> tuple[float, dict[str, torch
 
 
 QUICK = {("per token, tiny", "accumulation"), ("examples count their weight", "accumulation")}
-QUICK |= {("per token, negative ones", "one batch"), ("per example, negative ones", "accumulation")}
+QUICK |= {("per token, negative ones", "one batch")}
 STEPS = [
     pytest.param(*kind, options, id=f"{name}-{batches}", marks=[pytest.mark.full] * ((name, batches) not in QUICK))
     for name, kind in KINDS.items()
@@ -163,6 +163,7 @@ def test_an_evaluation_has_the_loss_of_all_its_rows(name, streamed, tmp_path):
     assert found["eval_loss"] == pytest.approx(expected_of(counted)[0], rel=BOUND)
 
 
+@pytest.mark.full
 def test_an_adapter_learns_weighed_labels_under_checkpointing(tmp_path):
     config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
     weights, counted, _ = KINDS["per token, negative ones"]
