@@ -78,6 +78,21 @@ def test_weights_of_rows_and_of_examples_share_a_batch():
     assert "label_weights" not in DataCollatorForPackedLanguageModeling()([plain])
 
 
+@pytest.mark.parametrize("loss_mean", ["token", "example"])
+def test_tokens_of_weight_0_are_not_learned(loss_mean, caplog):
+    """Nor counted; examples without another weight are left out."""
+    example = {"input_ids": [5, 6, 7, 8], "weight": [2.0, 2.0, 0.0, -2.0]}
+    flat = DataCollatorForPackedLanguageModeling(completion_only_loss=False)([example])
+    source = Dataset.from_list([example, {"input_ids": [9, 9], "weight": [0.0, 0.0]}])
+    rows = pack_dataset(source, 6, loss_mean=loss_mean)
+    assert rows["seq_lengths"][:] == [[4]]
+    assert caplog.messages == ["left out 1 of 2 documents, which have nothing to learn"]
+    packed = DataCollatorForPackedLanguageModeling()(list(rows))
+    for batch, scale in ((flat, 1), (packed, 2 if loss_mean == "example" else 1)):
+        assert batch["labels"].tolist() == [[-100, 6, -100, 8]]
+        assert (batch["label_weights"] * scale).tolist() == [[0, 2, 0, -2]]
+
+
 def test_weights_are_cut_with_their_tokens():
     example = {"input_ids": [5, 6, 7, 8], "weight": [1, 2, 3, 4]}
     for mode, kept in (("keep_start", [0, 2, 3]), ("keep_end", [0, 3, 4])):
