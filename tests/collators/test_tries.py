@@ -198,14 +198,17 @@ def test_errors_name_examples_by_their_place_in_the_dataset():
 
 def test_losses_are_counted_in_examples_and_cut_ends_are_warned_of(caplog):
     source = Dataset.from_dict(
-        {"input_ids": [[1, 2, 3], [1, 2], [4] * 9], "labels": [[-100, 2, 3], [-100, -100], [4] * 9]}
+        {
+            "input_ids": [[1, 2, 3], [1, 2], [4] * 9, [1, 2, 6]],
+            "labels": [[-100, 2, 3], [-100, -100], [4] * 9, [1, 2, 6]],
+        }
     )
     pack_dataset(source, 8, share_prefixes=True, truncation_mode="keep_end")
     messages = [record.message for record in caplog.records]
     assert "cuts prefixes off longer examples" in messages[0]
     assert messages[1:] == [
-        "cut 1 of 3 documents to max_length 8: truncation_mode='keep_end'",
-        "left out 1 of 3 documents, which have nothing to learn",
+        "cut 1 of 4 documents to max_length 8: truncation_mode='keep_end'",
+        "left out 1 of 4 documents, which have nothing to learn",
     ]
 
 
