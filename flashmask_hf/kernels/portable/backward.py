@@ -105,7 +105,7 @@ def _load_statistic(x, row, BLOCK_M: tl.constexpr, TMA: tl.constexpr):
 def _accumulate_keys(
     dk, dv, key_tile, head_inputs, row, lengths, factors, dropout,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, N: tl.constexpr, CAP: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, SHARD: tl.constexpr,
 ):  # fmt: skip
     """Add one row tile, from row `row` on, to dk [BN, D] (without the scale) and dv [BN, DV].
 
@@ -127,7 +127,7 @@ def _accumulate_keys(
     upstream = load_tile(head_inputs.dout, row, BLOCK_M, values.shape[1], TMA)  # [BM, DV]
     thinned = weights
     if dropout is not None:
-        counters = row_counters(dropout[0], row, BLOCK_M)
+        counters = row_counters(dropout[0], row, BLOCK_M, SHARD)
         kept = kept_pairs(dropout[0], counters, key_tile.column, keys.shape[0], True)
         thinned = tl.where(kept, weights, 0.0)
     dv = tl.dot(thinned.to(upstream.dtype), upstream, dv, input_precision=PRECISION)
@@ -241,7 +241,7 @@ def _backward_keys(
             row = (step + s0 + tl.where(step >= n0, s1 - e0, 0) + tl.where(step >= n1, s2 - e1, 0)) * BLOCK_M
             dkeys, dvalues = _accumulate_keys(
                 dkeys, dvalues, key_tile, head_inputs, row, lengths, factors, of_head,
-                False, CAUSAL, N, CAP, TMA, PRECISION, BLOCK_M,
+                False, CAUSAL, N, CAP, TMA, PRECISION, BLOCK_M, SHARD,
             )  # fmt: skip
 
         ranges += VISIBLE * 2
@@ -258,7 +258,7 @@ def _backward_keys(
             row = (row + tl.where(step >= n2, s3 - e2, 0)) * BLOCK_M
             dkeys, dvalues = _accumulate_keys(
                 dkeys, dvalues, key_tile, head_inputs, row, lengths, factors, of_head,
-                True, CAUSAL, N, CAP, TMA, PRECISION, BLOCK_M,
+                True, CAUSAL, N, CAP, TMA, PRECISION, BLOCK_M, SHARD,
             )  # fmt: skip
 
     if dropout is not None:
@@ -337,7 +337,7 @@ def _backward_queries(
     tile_dropout = None
     if dropout is not None:
         of_head = head_dropout(seed, dropout, batch, head, q_len, SHARD)
-        tile_dropout = of_head, row_counters(of_head, row, BLOCK_M)
+        tile_dropout = of_head, row_counters(of_head, row, BLOCK_M, SHARD)
         row_delta *= dropout[1]
         scale = scale / dropout[1]
     query_tile = _QueryTile(queries, upstream, row_lse, row_delta, row)

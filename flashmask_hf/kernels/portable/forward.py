@@ -116,7 +116,7 @@ def _forward(
     tile_dropout = None
     if dropout is not None:
         of_head = head_dropout(seed, dropout, batch, head, q_len, SHARD)
-        tile_dropout = of_head, row_counters(of_head, row, BLOCK_M)
+        tile_dropout = of_head, row_counters(of_head, row, BLOCK_M, SHARD)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     top = tl.full([BLOCK_M], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)

@@ -16,7 +16,7 @@ class HeadDropout(NamedTuple):
     """Dropout of one query head."""
 
     seed: Any
-    row_blocks: Any  # pointer to numbers of blocks, or None
+    row_blocks: Any  # pointer to numbers of blocks; read in shards
     n_blocks: Any
     threshold: Any
     head: Any
@@ -27,22 +27,20 @@ class HeadDropout(NamedTuple):
 def head_dropout(seed, dropout, batch, head, q_len, SHARD: tl.constexpr):
     """Return the `HeadDropout` of a query head; `dropout` is `Problem.dropout`, SHARD `Problem.shard`."""
     if SHARD:
-        first_head = tl.load(seed + 1).to(tl.int32)
-        found = HeadDropout(tl.load(seed), seed + 2, tl.cdiv(q_len, 16), dropout[0], head + first_head, batch)
-    else:
-        found = HeadDropout(tl.load(seed), None, 0, dropout[0], head, batch)
-    return found
+        head += tl.load(seed + 1).to(tl.int32)
+    # None in place of the pointer cannot be returned before Triton 3.7.
+    return HeadDropout(tl.load(seed), seed + 2, tl.cdiv(q_len, 16), dropout[0], head, batch)
 
 
 @triton.jit
-def row_counters(dropout, row, BLOCK_M: tl.constexpr):
+def row_counters(dropout, row, BLOCK_M: tl.constexpr, SHARD: tl.constexpr):
     """Return the counters [BM / 2] of a row tile from row `row` on."""
-    if dropout.row_blocks is None:
-        counters = row // 2 + tl.arange(0, BLOCK_M // 2)
-    else:
+    if SHARD:
         block = row // 16 + tl.arange(0, BLOCK_M // 16)
         numbers = tl.load(dropout.row_blocks + block, mask=block < dropout.n_blocks, other=0).to(tl.int32)
         counters = (numbers[:, None] * 8 + tl.arange(0, 8)[None, :]).reshape(BLOCK_M // 2)
+    else:
+        counters = row // 2 + tl.arange(0, BLOCK_M // 2)
     return counters
 
 
