@@ -42,6 +42,11 @@ def all_gather(x: Tensor, group: Group) -> Tensor:
     return _AllGather.apply(x, group.name, group.size)  # pyright: ignore[reportReturnType]
 
 
+def all_sum(x: Tensor, group: Group) -> Tensor:
+    """Return the sum of every rank's x. The backward sums gradients over the ranks."""
+    return _AllSum.apply(x, group.name)  # pyright: ignore[reportReturnType]
+
+
 def _swap_parts(x: Tensor, name: str, size: int) -> Tensor:
     """Run `all_to_all` without autograd; it is its own backward."""
     parts = [1] * size
@@ -70,3 +75,19 @@ class _AllGather(torch.autograd.Function):
         name, size = ctx.group
         summed = _operators.reduce_scatter_tensor(grad.contiguous(), "sum", size, name)
         return _operators.wait_tensor(summed)[0], None, None
+
+
+def _sum(x: Tensor, name: str) -> Tensor:
+    """Run `all_sum` without autograd; it is its own backward."""
+    return _operators.wait_tensor(_operators.all_reduce(x.contiguous(), "sum", name))
+
+
+class _AllSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
+        ctx.name = name
+        return _sum(x, name)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _sum(grad, ctx.name), None

@@ -20,9 +20,9 @@ from torch import Tensor
 from flashmask_hf.hf.checks.recurrent import is_guarded
 from flashmask_hf.hf.models import unwrap_peft
 from flashmask_hf.mask import FlashMask
-from flashmask_hf.names import EXAMPLE_TOKENS, FLASHMASK, VECTORS
+from flashmask_hf.names import EXAMPLE_TOKENS, FLASHMASK, PACKED_POSITIONS, VECTORS
 from flashmask_hf.parallel.rows import split_rows
-from flashmask_hf.parallel.split import make_split, refuse_rope_by_length, run_split
+from flashmask_hf.parallel.split import RowSplit, make_split, refuse_rope_by_length, run_split
 from flashmask_hf.tile_plan import ROWS
 from flashmask_hf.trainers.weighing import label_count
 
@@ -45,7 +45,7 @@ def context_parallel_size(args: Any) -> int:
     return config.cp_size
 
 
-def _refuse(found: Any, problem: str) -> None:
+def refuse(found: Any, problem: str) -> None:
     """Raise a ValueError for split rows if a problem is found."""
     if found:
         raise ValueError(f"{_SETTING}: {problem}")
@@ -65,12 +65,12 @@ def check_context_parallel(args: Any, *, trl_packs: bool, computes: dict[str, An
     size = context_parallel_size(args)
     if size == 1:
         return size
-    _refuse(trl_packs, "rows that TRL packs have no mask indices; leave packing and padding_free out")
+    refuse(trl_packs, "rows that TRL packs have no mask indices; leave packing and padding_free out")
     averages = args.average_tokens_across_devices
-    _refuse(not averages, "average_tokens_across_devices=False divides by the labels of a whole row; set it to True")
-    _refuse(args.label_smoothing_factor, "label_smoothing_factor is not implemented for split rows; leave it at 0")
+    refuse(not averages, "average_tokens_across_devices=False divides by the labels of a whole row; set it to True")
+    refuse(args.label_smoothing_factor, "label_smoothing_factor is not implemented for split rows; leave it at 0")
     for name, function in computes.items():
-        _refuse(function is not None, f"{name} would get one shard of each row; leave it out")
+        refuse(function is not None, f"{name} would get one shard of each row; leave it out")
     return size
 
 
@@ -78,12 +78,13 @@ def pad_for_parts(collator: Any, size: int) -> Any:
     """Return a collator that pads packed rows to split into `size` shards, by default of whole tiles.
 
     Raises:
-        ValueError: its `pad_to_multiple_of` or `max_length` is not a multiple of `size`.
+        ValueError: its `pad_to_multiple_of` or length of rows is not a multiple of `size`.
     """
-    for name in ("pad_to_multiple_of", "max_length"):
+    names = ("pad_to_multiple_of", collator._row_option)
+    for name in names:
         length = getattr(collator, name) or 0
-        _refuse(length % size, f"{name}={length} must be a multiple of cp_size={size}, best of {ROWS * size}")
-    if size == 1 or collator.max_length is not None or collator.pad_to_multiple_of is not None:
+        refuse(length % size, f"{name}={length} must be a multiple of cp_size={size}, best of {ROWS * size}")
+    if size == 1 or any(getattr(collator, name) is not None for name in names):
         return collator
     return replace(collator, pad_to_multiple_of=ROWS * size)
 
@@ -95,6 +96,8 @@ class ContextParallelMixin:
     """
 
     _cp_size = 1
+    _shards_inputs = True
+    """Whether a training step, its loss and its metrics get this rank's shards; otherwise they get whole batches."""
 
     def _start_context_parallel(self, size: int) -> None:
         """Split rows into `size` shards from here on.
@@ -112,11 +115,11 @@ class ContextParallelMixin:
         inner = unwrap_peft(model)
         config = inner.config.get_text_config()
         name = config._attn_implementation
-        _refuse(name != FLASHMASK, f"the model's attention is {name!r}; load it with attn_implementation='flashmask'")
+        refuse(name != FLASHMASK, f"the model's attention is {name!r}; load it with attn_implementation='flashmask'")
         problem = "has recurrent or convolutional layers, which would start anew in each shard; set cp_size=1"
-        _refuse(is_guarded(inner.base_model), f"{type(inner).__name__} {problem}")
+        refuse(is_guarded(inner.base_model), f"{type(inner).__name__} {problem}")
         refuse_rope_by_length(config)
-        _refuse(
+        refuse(
             getattr(self, "aux_loss_enabled", False),
             "the auxiliary loss of a mixture of experts would be computed per shard; set router_aux_loss_coef=0 and "
             "output_router_logits=False in the model's config",
@@ -134,7 +137,8 @@ class ContextParallelMixin:
         accelerate cuts the last batch as if each rank had other rows.
         """
         state, gather = self.accelerator.gradient_state, self.accelerator.gather_for_metrics
-        parts, copies = self._cp_size, self._copies // self._cp_size
+        parts = self._cp_size if self._shards_inputs else 1
+        copies = self._copies // parts
         processes = self.accelerator.num_processes
 
         def gather_for_metrics(input_data: Any, use_gather_object: bool = False) -> Any:
@@ -167,26 +171,38 @@ class ContextParallelMixin:
     def _cp_group(self) -> Any:
         return self.accelerator.torch_device_mesh["cp"].get_group()
 
-    def _prepare_context_parallel_inputs(self, model: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Return the context of a training step, and this rank's shard of the batch (`Trainer.training_step`)."""
-        if self._cp_size == 1:
-            return super()._prepare_context_parallel_inputs(model, inputs)
-        inputs = self._prepare_inputs(inputs)
-        _refuse(inputs.get(VECTORS) is None, f"the batch has no {VECTORS}, so documents of a row would mix")
+    def _split_of(self, vectors: Tensor, position_ids: Tensor) -> RowSplit:
+        """Return the split of a batch's rows over the cp mesh."""
         config = self.accelerator.unwrap_model(self.model).config.get_text_config()
         heads = config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        mask = FlashMask(inputs[VECTORS], causal=inputs[VECTORS].shape[-1] < 4)
-        split = make_split(self._cp_group, split_rows(mask, self._cp_size, heads, kv_heads), inputs["position_ids"])
+        mask = FlashMask(vectors, causal=vectors.shape[-1] < 4)
+        return make_split(self._cp_group, split_rows(mask, self._cp_size, heads, kv_heads), position_ids)
+
+    def _prepare_context_parallel_inputs(self, model: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Return the context of a training step, and its inputs (`Trainer.training_step`)."""
+        if self._cp_size == 1:
+            return super()._prepare_context_parallel_inputs(model, inputs)
+        inputs = self._prepare_inputs(inputs)
+        refuse(inputs.get(VECTORS) is None, f"the batch has no {VECTORS}, so documents of a row would mix")
+        split = self._split_of(inputs[VECTORS], inputs["position_ids" if self._shards_inputs else PACKED_POSITIONS])
+        context = functools.partial(run_split, split)
+        if not self._shards_inputs:
+            return context, inputs
         counts = {EXAMPLE_TOKENS: inputs.pop(EXAMPLE_TOKENS)} if EXAMPLE_TOKENS in inputs else {}
-        return functools.partial(run_split, split), split.shard(inputs) | counts
+        return context, split.shard(inputs) | counts
+
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)
+        self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self._copies
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         """Return the loss of whole rows on every rank. See `Trainer`."""
-        if self._cp_size == 1:
+        if self._cp_size == 1 or not self._shards_inputs:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         way = "evaluate without compute_metrics, and predict with cp_size=1"
-        _refuse(not prediction_loss_only, f"predictions would be of shards of rows; {way}")
+        refuse(not prediction_loss_only, f"predictions would be of shards of rows; {way}")
         context, part = self._prepare_context_parallel_inputs(model, inputs)
         count = label_count(part)
         dist.all_reduce(count, group=self._cp_group)

@@ -6,6 +6,7 @@ import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from accelerate.utils import compare_versions
 from datasets import Dataset, IterableDataset
 from datasets.fingerprint import Hasher
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -21,6 +22,7 @@ from flashmask_hf.hf.packed.rows import check_compiled
 from flashmask_hf.names import PAIR_WEIGHTS, VECTORS
 from flashmask_hf.trainers import data_checks, option_checks
 from flashmask_hf.trainers.callbacks import add_callbacks
+from flashmask_hf.trainers.context_parallel import context_parallel_size, pad_for_parts, refuse
 from flashmask_hf.trainers.even_batches import EvenBatchesMixin
 from flashmask_hf.trainers.formats import preference_columns
 from flashmask_hf.trainers.images import VisionPreferences, prepare_models
@@ -28,6 +30,7 @@ from flashmask_hf.trainers.loading import flashmask_policy, run_packed_models
 from flashmask_hf.trainers.metrics import log_sharing
 from flashmask_hf.trainers.pair_weights import PairWeightsMixin, check_pair_weights
 from flashmask_hf.trainers.resume import ResumeMixin
+from flashmask_hf.trainers.split_answers import SplitAnswersMixin
 
 _SMOOTHED_LOSSES = ("robust", "exo_pair", "aot", "aot_unpaired")
 """Loss types of TRL 1.16 that read `label_smoothing`."""
@@ -52,7 +55,7 @@ class SharedQuestionDPOConfig(DPOConfig):
     row_length: int | None = field(default=None, metadata={"help": "Tokens per packed row; None packs a batch in one."})
 
 
-class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, PairWeightsMixin, DPOTrainer):
+class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, PairWeightsMixin, SplitAnswersMixin, DPOTrainer):
     """`trl.DPOTrainer` that computes each question once for both answers, in policy and reference.
 
     The backbone runs packed rows; TRL's head, losses and metrics get one sequence per answer. Results equal TRL's up to
@@ -68,6 +71,7 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, PairWeightsMixin, 
     - `truncation_mode="keep_end"` cuts a question equally for both answers. The log counts the examples cut.
     - `pad_to_multiple_of` applies to the packed row.
     - Invalid examples raise before the first step, except in streams.
+    - accelerate's context parallelism (`cp_size`, with FSDP2) splits packed rows over ranks (`flashmask_hf.parallel`).
 
     Args:
         model: as in `trl.DPOTrainer`, like all arguments not listed.
@@ -82,8 +86,9 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, PairWeightsMixin, 
             prompt learning, activated LoRA, FSDP2's RAM-efficient loading of a reference model, `use_liger_kernel`
             before TRL 1.15); a dataset is empty, has images without a processor, video or audio, or fewer rows than a
             batch with `dataloader_drop_last`; weights meet a loss that is no mean over pairs ("aot", "aot_unpaired",
-            "sft"); images meet `row_length` or a PaliGemma; or an example lacks a column,
-            has an empty question or answer, or exceeds the model's positions.
+            "sft"); images meet `row_length`, `cp_size` or a PaliGemma; split rows meet Liger, `compute_metrics`,
+            an auxiliary loss of experts or rotary positions by length; or an example lacks a column, has an empty
+            question or answer, or exceeds the model's positions.
 
     Example:
         ```python
@@ -132,6 +137,8 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, PairWeightsMixin, 
             row_length=getattr(args, "row_length", None),
             pad_to_multiple_of=args.pad_to_multiple_of,  # TRL has resolved "auto"
         )
+        self._parts = _check_parts(args, images=images, compute_metrics=kwargs.get("compute_metrics"))
+        data_collator = pad_for_parts(data_collator, self._parts)
         self._hooked = False
         self._creates_reference = ref_model is None
         kwargs |= {"processing_class": processing_class, "peft_config": peft_config}
@@ -152,6 +159,9 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, PairWeightsMixin, 
         self._hooked = True
         # TRL before 1.15 loads the reference without the policy's attention.
         run_packed_models(self, sets_reference=self._creates_reference)
+        if self._parts > 1:
+            self._start_context_parallel(self._parts)
+            self._tp_size = 1  # gathers leave copies out, for which TRL would divide
         data_checks.check_examples(self)
 
     def _prepare_dataset(
@@ -197,11 +207,33 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, PairWeightsMixin, 
         """Compute the reference's log-probabilities of one batch."""
         check_compiled(model, inputs[VECTORS].device)
         inputs = {name: x for name, x in inputs.items() if name != PAIR_WEIGHTS}
-        return super().compute_ref_log_probs(model, inputs)
+        return super().compute_ref_log_probs(self._on_shards(model), inputs)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
         for part in (model, self.ref_model):
             if part is not None:
                 check_compiled(part, inputs[VECTORS].device)
         log_sharing(self, "train" if model.training else "eval", inputs[VECTORS], inputs["attention_mask"])
-        return super()._compute_loss(model, inputs, return_outputs)
+        if self._cp_size == 1:
+            return super()._compute_loss(model, inputs, return_outputs)
+        refuse(return_outputs, "predictions would be of shards of rows; predict with cp_size=1")
+        precomputed = self.precompute_ref_logps
+        if not precomputed:  # TRL would call the reference on whole rows
+            reference = self.model if self.ref_model is None else self.ref_model
+            chosen, rejected = self.compute_ref_log_probs(reference, inputs)
+            inputs = inputs | {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
+        self.precompute_ref_logps = True
+        try:
+            return super()._compute_loss(self._on_shards(model), inputs, return_outputs)
+        finally:
+            self.precompute_ref_logps = precomputed
+
+
+def _check_parts(args: Any, *, images: bool, compute_metrics: Any) -> int:
+    """Return the number of ranks that share a row; raise a ValueError if an option does not allow more than one."""
+    size = context_parallel_size(args)
+    if size > 1:
+        refuse(images, "an image's tokens would be on several ranks; set cp_size=1")
+        refuse(compute_metrics is not None, "compute_metrics would get shards of rows; leave it out")
+        refuse(compare_versions("trl", "<", "1.15"), "DPO needs the fused head of trl>=1.15; install it")
+    return size

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from accelerate.utils import compare_versions
+from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.utils import get_config_model_id
 
@@ -44,11 +45,14 @@ def checked_collator(given: Any, expected: type, **options: Any) -> Any:
 
 
 def refuse_options(args: Any) -> None:
-    """Raise a ValueError for NEFTune and, unless labels are learned, for label smoothing and context parallelism."""
+    """Raise a ValueError for NEFTune and, unless labels are learned, for label smoothing.
+
+    Also for context parallelism in trainers that generate.
+    """
+    if not isinstance(args, (SFTConfig, DPOConfig)) and context_parallel_size(args) > 1:
+        problem = "each rank generates its own completions, but ranks that share rows need the same"
+        raise ValueError(f"cp_size > 1 (parallelism_config): {problem}; set cp_size=1, and use LongRows for memory")
     if not isinstance(args, SFTConfig):
-        if context_parallel_size(args) > 1:
-            problem = "this trainer's loss compares answers, whose tokens would be on several ranks"
-            raise ValueError(f"cp_size > 1 (parallelism_config): {problem}; set cp_size=1, or use PackedSFTTrainer")
         factor = args.label_smoothing_factor
         if factor:
             raise ValueError(f"label_smoothing_factor={factor}: this trainer's loss does not read it; leave it at 0")

@@ -122,7 +122,7 @@ EVALUATION = ["--do_eval", "--dataset_test_split", "train", "--per_device_eval_b
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("recipe", "config", "flags"),
-    [("dpo", "fsdp2", []), ("reward", "ddp", [*LORA, *EVALUATION])],
+    [("dpo", "fsdp2", []), ("dpo", "fsdp2_cp", []), ("reward", "ddp", [*LORA, *EVALUATION])],
 )
 def test_two_processes_train_like_one(tmp_path, model, files, capsys, recipe, config, flags):
     rows = tmp_path / "rows.jsonl"  # of one step, so that losses compare
@@ -131,14 +131,14 @@ def test_two_processes_train_like_one(tmp_path, model, files, capsys, recipe, co
     flags += ["--learning_rate", 1e-3, "--logging_steps", 1, "--disable_tqdm", True, "--save_strategy", "no"]
     accelerate = [sys.executable, "-m", "accelerate.commands.launch"]
     accelerate += ["--config_file", RECIPES / "configs" / f"accelerate_{config}.yaml"]
-    more = ["--per_device_train_batch_size", 2]
-    if config == "fsdp2":
+    more = ["--per_device_train_batch_size", 4 if config == "fsdp2_cp" else 2]
+    if config != "ddp":
         (tmp_path / "fsdp.py").write_text(FSDP_ON_CPU)
         accelerate.append(tmp_path / "fsdp.py")
     else:
         more.append("--use_cpu")
     two = launch(accelerate, tmp_path / "two", *flags, *more, recipe=recipe)
-    assert two.count("FSDP2: True") == (2 if config == "fsdp2" else 0)
+    assert two.count("FSDP2: True") == (0 if config == "ddp" else 2)
     one = run(recipe, capsys, tmp_path / "one", *flags, "--use_cpu", "--per_device_train_batch_size", 4)
     losses = logged(one, "loss")
     assert losses[-1] < losses[0]

@@ -1,4 +1,4 @@
-"""PackedSFTTrainer on rows split over processes: like one process; what does not fit split rows is refused."""
+"""Trainers on rows split over processes: like one process; what does not fit split rows is refused."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from datasets import Dataset
 from tools.context_parallel_cases import CASES, GROUPS
 from tools.documents import SAME
 from tools.processes import each_case, left_out, run_cases
+from tools.split_answers_cases import ANSWERS, EVALUATIONS, pairs
 from tools.support import rounding
 from tools.tiny import TRAINER_WARNINGS, llama_config, trainer_settings, word_tokenizer
 from transformers import AutoModelForCausalLM, Lfm2Config, MixtralConfig
@@ -33,7 +34,7 @@ pytestmark = TRAINER_WARNINGS
 SIZES = (1, 2, 4)
 
 
-FULL = {"compiled", "uninterrupted", "resumed", "weighed", "full-4"}
+FULL = {"compiled", "uninterrupted", "resumed", "weighed", "full-4", "dpo-4"} | {*ANSWERS} - {"dpo"}
 """Cases, and a case in groups of 4, that make test leaves out."""
 
 
@@ -42,7 +43,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp("cases")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CASES_FOLDER", str(folder))
-        return {"folder": folder, **run_cases("tools.context_parallel_cases", SIZES, left_out(request, FULL))}
+        return {"folder": folder, **run_cases("tools.split_answers_cases", SIZES, left_out(request, FULL))}
 
 
 def result(found: dict[str, Any], size: int, name: str) -> Any:
@@ -79,6 +80,25 @@ def test_training_is_that_of_one_process(found, size, name):
         assert (several[key] - weight).norm() <= steps * (bound * LEARNING_RATE * CLIPPED + stored)
 
 
+@pytest.mark.parametrize(("size", "name"), each_case([(4, "dpo"), *((2, name) for name in ANSWERS)], FULL))
+def test_trainers_of_answers_are_those_of_one_process(found, size, name):
+    want, got = result(found, 1, name), result(found, size, name)
+    assert (want["sharded"], got["sharded"]) == ("Parameter", "DTensor")
+    scale = max(map(abs, want["loss"]))  # metrics may be differences near 0
+    for key in want.keys() - {"sharded", "seconds", "learning_rate"}:
+        if size == 2 or not key.startswith("eval_"):  # four processes have two batches at a time, and repeat rows
+            assert got[key] == pytest.approx(want[key], rel=rounding(STEP), abs=rounding(STEP) * scale), key
+    assert len(got["loss"]) == 2
+    assert len(got["grad_norm"]) == 2
+    assert len(got["eval_loss"]) == EVALUATIONS.get(name, 0)
+    one, several = (torch.load(found["folder"] / f"{name}-{x}.pt") for x in (1, size))
+    assert one.keys() == several.keys()
+    moved = 2 * want["learning_rate"] * min(max(want["grad_norm"]), 1.0)
+    for key, weight in one.items():
+        stored = 2 * torch.finfo(weight.dtype).eps * weight.norm()
+        assert (several[key] - weight).norm() <= rounding(STEP) * moved + stored, key
+
+
 def test_shared_prefixes_on_split_rows_are_stock(found):
     want, got = result(found, 1, "prefixes"), result(found, 2, "prefixes")
     assert (want["rows"], got["rows"]) == (16, 4)
@@ -113,16 +133,24 @@ def test_tokens_are_counted_once(found, size, name):
 SPLIT = ParallelismConfig(cp_size=2)
 
 
-class SplitTrainer(PackedSFTTrainer):
-    """A trainer of which everything but the launch is as with two processes."""
+class Unlaunched:
+    """Mixin of a trainer of which everything but the launch is as with two processes."""
 
     def create_accelerator_and_postprocess(self) -> None:
         args: Any = self.args
         config, args.parallelism_config = args.parallelism_config, None
         try:
-            super().create_accelerator_and_postprocess()
+            super().create_accelerator_and_postprocess()  # type: ignore[misc]
         finally:
             args.parallelism_config = config
+
+
+class SplitTrainer(Unlaunched, PackedSFTTrainer):
+    pass
+
+
+class SplitDPOTrainer(Unlaunched, SharedQuestionDPOTrainer):
+    pass
 
 
 def trainer_of(tmp_path: Any, model: Any = None, args: dict[str, Any] | None = None, **options: Any) -> SplitTrainer:
@@ -250,20 +278,54 @@ def test_the_launcher_configures_it_as_well(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("trainer", "config"),
-    [
-        (SharedQuestionDPOTrainer, SharedQuestionDPOConfig),
-        (MultiAnswerRewardTrainer, MultiAnswerRewardConfig),
-        (SharedPromptRLOOTrainer, SharedPromptRLOOConfig),
-    ],
+    [(MultiAnswerRewardTrainer, MultiAnswerRewardConfig), (SharedPromptRLOOTrainer, SharedPromptRLOOConfig)],
 )
-def test_trainers_that_compare_answers_refuse_it(tmp_path, monkeypatch, trainer, config):
+def test_trainers_that_generate_refuse_it(tmp_path, monkeypatch, trainer, config):
     settings = {key: value for key, value in trainer_settings(tmp_path).items() if "batch_size" not in key}
     args = config(**settings)
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
     monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")
     more = {"reward_funcs": len} if "RLOO" in trainer.__name__ else {}
-    with pytest.raises(ValueError, match="this trainer's loss compares answers"):
+    with pytest.raises(ValueError, match="each rank generates its own completions"):
         trainer(with_attention("flashmask"), args=args, train_dataset=Dataset.from_dict({"prompt": ["w5"]}), **more)
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "message"),
+    [
+        ({"use_liger_kernel": True}, {}, "use_liger_kernel is not tested on split rows"),
+        ({}, {"compute_metrics": len}, "compute_metrics would get shards of rows"),
+        ({"pad_to_multiple_of": 7}, {}, "pad_to_multiple_of=7 must be a multiple of cp_size=2"),
+        ({"row_length": 65}, {}, "row_length=65 must be a multiple of cp_size=2"),
+        ({}, {"model": lambda: with_rope(LONGROPE)}, "rope_type='longrope' depends"),
+        ({}, {"model": moe}, "the auxiliary loss of a mixture of experts"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:`use_liger_kernel=True`:FutureWarning")
+def test_what_does_not_fit_split_answers_is_refused(tmp_path, args, options, message):
+    with pytest.raises(ValueError, match=message):
+        split_dpo(tmp_path, args, **options)
+
+
+def split_dpo(tmp_path: Any, args: dict[str, Any], model: Any = lambda: with_attention("flashmask"), **options: Any):
+    settings = {"parallelism_config": SPLIT, **trainer_settings(tmp_path), **args}
+    return SplitDPOTrainer(
+        model(),
+        model(),
+        SharedQuestionDPOConfig(**settings),
+        train_dataset=pairs(),
+        processing_class=word_tokenizer(),
+        **options,
+    )
+
+
+def test_answers_rows_are_padded_and_predictions_refused(tmp_path):
+    trainer = split_dpo(tmp_path, {})
+    assert trainer.data_collator.pad_to_multiple_of == 256
+    assert split_dpo(tmp_path, {"row_length": 64}).data_collator.pad_to_multiple_of is None
+    batch = trainer.data_collator(pairs().to_list()[:2])
+    with pytest.raises(ValueError, match="predictions would be of shards of rows; predict with cp_size=1"):
+        trainer.compute_loss(trainer.model, batch, return_outputs=True)
 
 
 def test_without_context_parallelism_nothing_changes(tmp_path):

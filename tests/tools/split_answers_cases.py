@@ -1,0 +1,151 @@
+"""Cases of `tests/trainers/test_context_parallel.py`: those of `context_parallel_cases`, and trainers of answers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from accelerate import ParallelismConfig
+from datasets import Dataset
+from datasets.fingerprint import get_temporary_cache_files_directory
+from peft import LoraConfig
+from tools import context_parallel_cases as rows
+from tools.parallel_cases import model_of
+from tools.tiny import CHECKPOINTING, VOCAB, trainer_settings, word_tokenizer
+
+from flashmask_hf.trainers import SharedQuestionDPOConfig, SharedQuestionDPOTrainer
+
+KILLED = rows.KILLED
+
+get_temporary_cache_files_directory()  # makes the folder of TRL's cache before processes fork, so that they share it
+
+METRICS = ("loss", "grad_norm", "num_tokens", "mask_sparsity", "shared_tokens_saved")
+DPO_METRICS = ("entropy", "mean_token_accuracy", "logits/chosen", "logits/rejected", "logps/chosen", "logps/rejected")
+DPO_METRICS += ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
+DPO_METRICS += (*METRICS, "num_input_tokens_seen")
+
+
+def pairs() -> Dataset:
+    """Return questions with two answers of uneven lengths: some shards of a batch's row have no label."""
+    generator = torch.Generator().manual_seed(5)
+
+    def ids(low: int, high: int) -> list[int]:
+        count = int(torch.randint(low, high, (), generator=generator))
+        return torch.randint(2, VOCAB, (count,), generator=generator).tolist()
+
+    spans = ((8, 30), (1, 12), (1, 20))
+    names = ("prompt_ids", "chosen_ids", "rejected_ids")
+    made = [{name: ids(*span) for name, span in zip(names, spans, strict=True)} for _ in range(12)]
+    made[0] |= {"prompt_ids": ids(60, 61), "chosen_ids": [5], "rejected_ids": [6]}
+    made[1] |= {"chosen_ids": [7, 8], "rejected_ids": [7, 8]}
+    return Dataset.from_list(made)
+
+
+def settings_of(group: Any, name: str) -> dict[str, Any]:
+    size = group.size()
+    settings = trainer_settings(rows.FOLDER / f"{name}-{size}") | {
+        "max_steps": 2,
+        "per_device_train_batch_size": 1 if size == 4 else 2,
+        "per_device_eval_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 0.1,
+        "lr_scheduler_type": "constant",
+        "optim": "sgd",
+        "max_grad_norm": 1.0,
+        "pad_to_multiple_of": 64,
+        "dataloader_pin_memory": False,
+        "use_cpu": size == 1,
+    }
+    if size > 1:
+        rows.use_fsdp_on_cpu()
+        settings["parallelism_config"] = ParallelismConfig(cp_size=2, dp_shard_size=size // 2)
+    return settings
+
+
+def results(trainer: Any, group: Any, name: str, metrics: tuple[str, ...]) -> dict[str, Any]:
+    """Return metrics that the trainer logged, after writing its weights."""
+    found = rows.outcome(trainer, group, name)
+    logs = trainer.state.log_history
+    names = [*metrics, *(f"eval_{key}" for key in metrics)]
+    logged = {key: [entry[key] for entry in logs if key in entry] for key in names}
+    return logged | {"sharded": found["sharded"], "learning_rate": trainer.args.learning_rate}
+
+
+def dpo_trainer(
+    group: Any, name: str, heads: int = 4, data: Any = None, peft_config: Any = None, **changes: Any
+) -> SharedQuestionDPOTrainer:
+    policy, reference = model_of("mistral" if peft_config else "llama", 8, heads), None
+    if peft_config is None:
+        reference = copy.deepcopy(policy)
+        with torch.no_grad():
+            for parameter in reference.parameters():
+                parameter.add_(0.02 * torch.randn_like(parameter))
+    data = pairs() if data is None else data
+    options = {"beta": 0.5, "max_length": 128, "include_num_input_tokens_seen": "non_padding"}
+    return SharedQuestionDPOTrainer(
+        policy,
+        reference,
+        SharedQuestionDPOConfig(**settings_of(group, name) | options | changes),
+        train_dataset=data,
+        eval_dataset=data.select(range(5)),  # the last batch of two is smaller
+        processing_class=word_tokenizer(),
+        peft_config=peft_config,
+    )
+
+
+CHECKPOINTED = {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": False}}
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
+
+
+def dpo(group: Any) -> dict[str, Any]:
+    """Keys are exchanged, so rows are dealt; checkpoints, evaluation."""
+    trainer = dpo_trainer(group, "dpo", **CHECKPOINTED, **EVALUATED)
+    trainer.train()
+    return results(trainer, group, "dpo", DPO_METRICS)
+
+
+def dpo_losses(group: Any) -> dict[str, Any]:
+    """WPO's weights and tails that count half; heads are exchanged."""
+    options = {"loss_type": ["sigmoid", "ipo"], "loss_weights": [1.0, 0.5], "ld_alpha": 0.5, "use_weighting": True}
+    trainer = dpo_trainer(group, "dpo losses", heads=8, **options)
+    trainer.train()
+    return results(trainer, group, "dpo losses", DPO_METRICS)
+
+
+def dpo_weights(group: Any) -> dict[str, Any]:
+    """Pairs with weights, in several rows; reference log-probabilities computed before."""
+    data = Dataset.from_list([row | {"weight": index % 3 / 2} for index, row in enumerate(pairs().to_list())])
+    options = {"loss_type": ["ipo"], "row_length": 128, "pad_to_multiple_of": None, "precompute_ref_log_probs": True}
+    options["max_length"] = 100 + group.size()  # names TRL's cache, so that each group computes them
+    trainer = dpo_trainer(group, "dpo weights", data=data, **options, **EVALUATED)
+    trainer.train()
+    return results(trainer, group, "dpo weights", DPO_METRICS)
+
+
+def dpo_adapter(group: Any) -> dict[str, Any]:
+    """An adapter and the head of a model with windows; the run in groups resumes from its first step."""
+    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, modules_to_save=["lm_head"])
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch", "learning_rate": 0.01}
+    options |= {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}
+    options |= {"adam_epsilon": 1e-3}  # Adam's first steps would enlarge rounding of small gradients
+    resume = None
+    if group.size() > 1:
+        torch.manual_seed(0)
+        trainer = dpo_trainer(group, "dpo adapter", 1, peft_config=config, **options | {"max_steps": 1})
+        trainer.train()
+        resume = f"{trainer.args.output_dir}/checkpoint-1"
+    torch.manual_seed(0)
+    trainer = dpo_trainer(group, "dpo adapter", 1, peft_config=config, **options)
+    trainer.train(resume_from_checkpoint=resume)
+    return results(trainer, group, "dpo adapter", DPO_METRICS)
+
+
+ANSWERS = {"dpo": dpo, "dpo losses": dpo_losses, "dpo weights": dpo_weights, "dpo adapter": dpo_adapter}
+
+EVALUATIONS = {"dpo": 2, "dpo weights": 2}
+"""Number of evaluations of a case, if any."""
+
+CASES = rows.CASES | ANSWERS
+
+GROUPS = rows.GROUPS | {name: (1, 2) for name in ANSWERS} | {"dpo": (1, 2, 4)}
