@@ -51,11 +51,11 @@ class Case:
     document: Tensor
 
 
-Step = Callable[[Case, Sequence[Tensor]], Tensor]
+Step = Callable[[Case, list[Tensor]], Tensor]
 """From queries, keys and values to the sum of outputs, weighted by step, float32."""
 
 
-def eagle3_flashmask(case: Case, tensors: Sequence[Tensor]) -> Tensor:
+def eagle3_flashmask(case: Case, tensors: list[Tensor]) -> Tensor:
     q, k, v = tensors[:STEPS], tensors[STEPS : 2 * STEPS], tensors[2 * STEPS :]
     mask = masks.causal_document(case.lengths, device=q[0].device)
     attend = _eagle3 if mask.device.type == "cuda" else eagle3_attention
@@ -64,7 +64,7 @@ def eagle3_flashmask(case: Case, tensors: Sequence[Tensor]) -> Tensor:
     ).sum()
 
 
-def eagle3_flex(case: Case, tensors: Sequence[Tensor]) -> Tensor:
+def eagle3_flex(case: Case, tensors: list[Tensor]) -> Tensor:
     q, k, v = tensors[:STEPS], tensors[STEPS : 2 * STEPS], tensors[2 * STEPS :]
     size, document, outputs = q[0].shape[2], case.document, []
 
@@ -79,13 +79,13 @@ def eagle3_flex(case: Case, tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack([weight * out.float().sum() for weight, out in enumerate(outputs, 1)]).sum()
 
 
-def dflash_flashmask(case: Case, tensors: Sequence[Tensor]) -> Tensor:
+def dflash_flashmask(case: Case, tensors: list[Tensor]) -> Tensor:
     q, k, v = tensors
     mask = masks.draft_blocks(case.lengths, case.anchors, BLOCK, device=q.device)
     return flashmask_attention(q, k, v, mask).float().sum()
 
 
-def dflash_flex(case: Case, tensors: Sequence[Tensor]) -> Tensor:
+def dflash_flex(case: Case, tensors: list[Tensor]) -> Tensor:
     q, k, v = tensors
     document, size = case.document, case.document.shape[0]
     anchors = torch.tensor(case.anchors, device=q.device)
@@ -128,7 +128,8 @@ def measure(task: str, length: int, a: argparse.Namespace) -> list[dict[str, obj
 
     peaks: dict[str, float] = {}
     results: list[list[Tensor]] = []
-    rows = [{"task": task, "length": length, "blocks": a.blocks, "implementation": x} for x in a.providers]
+    case_of_row: dict[str, object] = {"task": task, "length": length, "blocks": a.blocks}
+    rows = [case_of_row | {"implementation": x} for x in a.providers]
     for row in rows:
         name = str(row["implementation"])
         turn(name)  # compiles
