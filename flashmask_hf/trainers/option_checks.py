@@ -6,6 +6,7 @@ from typing import Any
 
 from accelerate.utils import compare_versions
 from trl.trainer.dpo_config import DPOConfig
+from trl.trainer.reward_config import RewardConfig
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.utils import get_config_model_id
 
@@ -49,7 +50,7 @@ def refuse_options(args: Any) -> None:
 
     Also for context parallelism in trainers that generate.
     """
-    if not isinstance(args, (SFTConfig, DPOConfig)) and context_parallel_size(args) > 1:
+    if not isinstance(args, (SFTConfig, DPOConfig, RewardConfig)) and context_parallel_size(args) > 1:
         problem = "each rank generates its own completions, but ranks that share rows need the same"
         raise ValueError(f"cp_size > 1 (parallelism_config): {problem}; set cp_size=1, and use LongRows for memory")
     if not isinstance(args, SFTConfig):

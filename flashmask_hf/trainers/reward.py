@@ -21,6 +21,7 @@ from flashmask_hf.hf.models import unwrap_peft
 from flashmask_hf.hf.packed.rows import check_compiled
 from flashmask_hf.names import PACKED_IDS, PACKED_INDEX, VECTORS
 from flashmask_hf.trainers.callbacks import add_callbacks
+from flashmask_hf.trainers.context_parallel import context_parallel_size, pad_for_parts
 from flashmask_hf.trainers.data_checks import (
     check_examples,
     check_prepared,
@@ -34,6 +35,7 @@ from flashmask_hf.trainers.option_checks import checked_collator, prepared_argum
 from flashmask_hf.trainers.resume import ResumeMixin
 from flashmask_hf.trainers.reward_data import check_margins, prepare_rows
 from flashmask_hf.trainers.reward_losses import LOSSES, pair_mean
+from flashmask_hf.trainers.split_answers import SplitAnswersMixin
 
 logger = get_logger(__name__)
 
@@ -67,11 +69,11 @@ class MultiAnswerRewardConfig(RewardConfig):
             raise ValueError(f"loss_type must be one of {', '.join(LOSSES)}, got {self.loss_type!r}")
 
 
-class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, RewardTrainer):
+class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, SplitAnswersMixin, RewardTrainer):
     """`trl.RewardTrainer` for two or more answers to a question, which is computed once for all of them.
 
     With two answers, losses, gradients and metrics equal TRL's up to rounding. A model loaded by name gets the
-    attention "flashmask".
+    attention "flashmask". accelerate's context parallelism (`cp_size`, with FSDP2) splits packed rows over ranks.
 
     Rows of the dataset have one of these formats:
 
@@ -103,9 +105,9 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, RewardTrainer):
             combined.
         ValueError: the model's attention is not "flashmask"; `neftune_noise_alpha`, `label_smoothing_factor`,
             dispatched batches, prompt learning, activated LoRA, adapters of another task or that do not save the head,
-            context parallelism, sampling by missing lengths, or counts of `input_ids` (`include_num_input_tokens_seen`)
-            are set; `processing_class` is a processor; arguments contradict each other, a dataset has images or a
-            transform, no row is left, or a row is invalid.
+            sampling by missing lengths, or counts of `input_ids` (`include_num_input_tokens_seen`) are set; split rows
+            meet Liger or rotary positions by length; `processing_class` is a processor; arguments contradict each
+            other, a dataset has images or a transform, no row is left, or a row is invalid.
 
     Example:
         ```python
@@ -150,12 +152,16 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, RewardTrainer):
         self.loss_type: str = ours.loss_type
         collator = _collator(data_collator, ours.row_length, ours.score_margin, args.pad_to_multiple_of)
         self.score_margin = collator.score_margin
+        parts = context_parallel_size(args)
+        collator = pad_for_parts(collator, parts)
         # Numerators and denominators of exact metrics, by mode and name.
         self._ratios = {mode: defaultdict(lambda: np.zeros(2)) for mode in ("train", "eval")}
         with flashmask_policy(model, args):
             super().__init__(model, args, collator, *datasets, processing_class, peft_config=peft_config, **kwargs)
         _refuse_unsaved_head(self.model)
         run_packed_models(self)
+        if parts > 1:
+            self._start_context_parallel(parts)
         add_callbacks(self, model)
         check_prepared(self)
         self.label_names = ["scores"]
@@ -184,7 +190,8 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, RewardTrainer):
         """Compute the loss of one batch, a mean over its questions."""
         check_compiled(model, inputs[VECTORS].device)
         labels = ("answer_counts", "token_counts", "scores", "margins")
-        outputs = model(**{key: value for key, value in inputs.items() if key not in labels}, use_cache=False)
+        rows = {key: value for key, value in inputs.items() if key not in labels}
+        outputs = self._on_shards(model)(**rows, use_cache=False)
         scores, counts = inputs["scores"], inputs["answer_counts"]
         # The head may round copies of one hidden state apart, so equal answers take the reward of the first.
         places = inputs[PACKED_INDEX].view(scores.shape)
@@ -220,8 +227,8 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, RewardTrainer):
         gather = self.accelerator.gather if mode == "train" else self.accelerator.gather_for_metrics
         rows: Any = gather(torch.stack(columns, 1))
         counts, computed, unshared, accuracy, margin, least, most, total = rows.cpu().double().unbind(1)
-        if mode == "train":  # the ranks of a tensor parallel group have the same batch
-            self._total_train_tokens += int(unshared.sum()) // self._tp_size
+        if mode == "train":  # the ranks of a group of tensor or context parallelism have the same batch
+            self._total_train_tokens += int(unshared.sum()) // (self._tp_size * self._cp_size)
         metrics["num_tokens"] = [self._total_train_tokens]
         metrics["min_reward"].append(least.min().item())
         metrics["mean_reward"].append((total.sum() / counts.sum()).item())

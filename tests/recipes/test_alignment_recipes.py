@@ -122,7 +122,12 @@ EVALUATION = ["--do_eval", "--dataset_test_split", "train", "--per_device_eval_b
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("recipe", "config", "flags"),
-    [("dpo", "fsdp2", []), ("dpo", "fsdp2_cp", []), ("reward", "ddp", [*LORA, *EVALUATION])],
+    [
+        ("dpo", "fsdp2", []),
+        ("dpo", "fsdp2_cp", []),
+        ("reward", "ddp", [*LORA, *EVALUATION]),
+        ("reward", "fsdp2_cp", EVALUATION),
+    ],
 )
 def test_two_processes_train_like_one(tmp_path, model, files, capsys, recipe, config, flags):
     rows = tmp_path / "rows.jsonl"  # of one step, so that losses compare

@@ -50,7 +50,7 @@ def accelerate(config):
 
 @pytest.mark.parametrize(
     ("recipe", "config"),
-    [*((r, c) for r in ("sft", "dpo", "reward") for c in SHARDED), ("sft", "fsdp2_cp"), ("dpo", "fsdp2_cp")],
+    [(recipe, config) for recipe in ("sft", "dpo", "reward") for config in (*SHARDED, "fsdp2_cp")],
 )
 def test_two_gpus_train_like_one(tmp_path, model, files, monkeypatch, recipe, config):
     flags = ["--model_name_or_path", model, "--dataset_name", files[recipe], "--max_steps", 4, "--max_length", 1024]

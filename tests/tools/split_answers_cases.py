@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +14,14 @@ from peft import LoraConfig
 from tools import context_parallel_cases as rows
 from tools.parallel_cases import model_of
 from tools.tiny import CHECKPOINTING, VOCAB, trainer_settings, word_tokenizer
+from transformers import AutoModelForSequenceClassification
 
-from flashmask_hf.trainers import SharedQuestionDPOConfig, SharedQuestionDPOTrainer
+from flashmask_hf.trainers import (
+    MultiAnswerRewardConfig,
+    MultiAnswerRewardTrainer,
+    SharedQuestionDPOConfig,
+    SharedQuestionDPOTrainer,
+)
 
 KILLED = rows.KILLED
 
@@ -141,11 +148,62 @@ def dpo_adapter(group: Any) -> dict[str, Any]:
     return results(trainer, group, "dpo adapter", DPO_METRICS)
 
 
-ANSWERS = {"dpo": dpo, "dpo losses": dpo_losses, "dpo weights": dpo_weights, "dpo adapter": dpo_adapter}
+REWARD_METRICS = ("accuracy", "margin", "min_reward", "mean_reward", "max_reward", *METRICS)
+REWARD_METRICS += ("accuracy_of_2_answers", "accuracy_of_3_answers")
 
-EVALUATIONS = {"dpo": 2, "dpo weights": 2}
+
+def comparisons() -> Dataset:
+    """Return the questions of `pairs` with three answers, or two of them, which may be equal."""
+    made = []
+    for index, row in enumerate(pairs().to_list()):
+        answers = [row["chosen_ids"], row["rejected_ids"], [*row["rejected_ids"], 9]][: 2 + index % 2]
+        made.append(
+            {"prompt_ids": row["prompt_ids"], "answers_ids": answers, "scores": [2.0, 1.0, -0.5][: len(answers)]}
+        )
+    return Dataset.from_list(made)
+
+
+def reward(group: Any, name: str = "reward", kind: str = "llama", heads: int = 4, **changes: Any) -> dict[str, Any]:
+    """Two or three answers to a question; keys are exchanged; checkpoints, evaluation and predictions."""
+    adapts = changes.pop("adapts", False)
+    config = model_of(kind, 8, heads).config
+    config.num_labels, config.pad_token_id = 1, 0
+    torch.manual_seed(0)
+    options = {"attn_implementation": "flashmask", "dtype": torch.float32}
+    model = AutoModelForSequenceClassification.from_config(config, **options)
+    data = comparisons()
+    adapter = LoraConfig(task_type="SEQ_CLS", r=4, target_modules="all-linear", init_lora_weights=False)
+    trainer = MultiAnswerRewardTrainer(
+        model,
+        MultiAnswerRewardConfig(**settings_of(group, name) | EVALUATED | changes),
+        train_dataset=data,
+        eval_dataset=data.select(range(5)),
+        processing_class=word_tokenizer(),
+        peft_config=adapter if adapts else None,
+    )
+    trainer.train()
+    found = results(trainer, group, name, REWARD_METRICS)
+    predicted = trainer.predict(data.select(range(5)))
+    return found | {"predicted": predicted.predictions.flatten().tolist()}
+
+
+def reward_adapter(group: Any) -> dict[str, Any]:
+    """An adapter and the head of a model with windows; margins, centering, a listwise loss and several rows."""
+    options = {"loss_type": "listwise", "score_margin": 0.5, "center_rewards_coefficient": 0.1}
+    options |= {"row_length": 128, "pad_to_multiple_of": None, "adapts": True}
+    return reward(group, "reward adapter", "mistral", 8, **options)
+
+
+ANSWERS = {"reward": partial(reward, **CHECKPOINTED), "reward adapter": reward_adapter} | {
+    "dpo": dpo,
+    "dpo losses": dpo_losses,
+    "dpo weights": dpo_weights,
+    "dpo adapter": dpo_adapter,
+}
+
+EVALUATIONS = {"dpo": 2, "dpo weights": 2, "reward": 2, "reward adapter": 2}
 """Number of evaluations of a case, if any."""
 
 CASES = rows.CASES | ANSWERS
 
-GROUPS = rows.GROUPS | {name: (1, 2) for name in ANSWERS} | {"dpo": (1, 2, 4)}
+GROUPS = rows.GROUPS | {name: (1, 2) for name in ANSWERS} | {name: (1, 2, 4) for name in ("dpo", "reward")}

@@ -19,8 +19,6 @@ from trl import SFTConfig
 
 from flashmask_hf.collators import DataCollatorForPackedLanguageModeling
 from flashmask_hf.trainers import (
-    MultiAnswerRewardConfig,
-    MultiAnswerRewardTrainer,
     PackedSFTTrainer,
     SharedPromptRLOOConfig,
     SharedPromptRLOOTrainer,
@@ -34,7 +32,10 @@ pytestmark = TRAINER_WARNINGS
 SIZES = (1, 2, 4)
 
 
-FULL = {"compiled", "uninterrupted", "resumed", "weighed", "full-4", "dpo-4"} | {*ANSWERS} - {"dpo"}
+FULL = {"compiled", "uninterrupted", "resumed", "weighed", "full-4", "dpo-4", "reward-4"} | {*ANSWERS} - {
+    "dpo",
+    "reward",
+}
 """Cases, and a case in groups of 4, that make test leaves out."""
 
 
@@ -80,7 +81,9 @@ def test_training_is_that_of_one_process(found, size, name):
         assert (several[key] - weight).norm() <= steps * (bound * LEARNING_RATE * CLIPPED + stored)
 
 
-@pytest.mark.parametrize(("size", "name"), each_case([(4, "dpo"), *((2, name) for name in ANSWERS)], FULL))
+@pytest.mark.parametrize(
+    ("size", "name"), each_case([(4, "dpo"), (4, "reward"), *((2, name) for name in ANSWERS)], FULL)
+)
 def test_trainers_of_answers_are_those_of_one_process(found, size, name):
     want, got = result(found, 1, name), result(found, size, name)
     assert (want["sharded"], got["sharded"]) == ("Parameter", "DTensor")
@@ -276,18 +279,14 @@ def test_the_launcher_configures_it_as_well(tmp_path, monkeypatch):
         trainer_of(tmp_path, args={"parallelism_config": None, "packing": True})
 
 
-@pytest.mark.parametrize(
-    ("trainer", "config"),
-    [(MultiAnswerRewardTrainer, MultiAnswerRewardConfig), (SharedPromptRLOOTrainer, SharedPromptRLOOConfig)],
-)
-def test_trainers_that_generate_refuse_it(tmp_path, monkeypatch, trainer, config):
+def test_trainers_that_generate_refuse_it(tmp_path, monkeypatch):
     settings = {key: value for key, value in trainer_settings(tmp_path).items() if "batch_size" not in key}
-    args = config(**settings)
+    args = SharedPromptRLOOConfig(**settings)
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
     monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")
-    more = {"reward_funcs": len} if "RLOO" in trainer.__name__ else {}
+    data = Dataset.from_dict({"prompt": ["w5"]})
     with pytest.raises(ValueError, match="each rank generates its own completions"):
-        trainer(with_attention("flashmask"), args=args, train_dataset=Dataset.from_dict({"prompt": ["w5"]}), **more)
+        SharedPromptRLOOTrainer(with_attention("flashmask"), len, args, train_dataset=data)
 
 
 @pytest.mark.parametrize(
