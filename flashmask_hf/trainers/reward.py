@@ -228,7 +228,7 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, SplitAnswersMixin,
         rows: Any = gather(torch.stack(columns, 1))
         counts, computed, unshared, accuracy, margin, least, most, total = rows.cpu().double().unbind(1)
         if mode == "train":  # the ranks of a group of tensor or context parallelism have the same batch
-            self._total_train_tokens += int(unshared.sum()) // (self._tp_size * self._cp_size)
+            self._total_train_tokens += int(unshared.sum()) // self._tp_size // self._cp_size
         metrics["num_tokens"] = [self._total_train_tokens]
         metrics["min_reward"].append(least.min().item())
         metrics["mean_reward"].append((total.sum() / counts.sum()).item())

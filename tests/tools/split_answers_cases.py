@@ -60,7 +60,7 @@ def settings_of(group: Any, name: str) -> dict[str, Any]:
         "lr_scheduler_type": "constant",
         "optim": "sgd",
         "max_grad_norm": 1.0,
-        "pad_to_multiple_of": 64,
+        "pad_to_multiple_of": 16,  # so that blocks are dealt
         "dataloader_pin_memory": False,
         "use_cpu": size == 1,
     }
