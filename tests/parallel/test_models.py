@@ -75,7 +75,7 @@ REFUSED = {
     "heads of vectors": "NotImplementedError: startend_row_indices per head .*pass exchange='keys' to",
     "no int32": "TypeError: startend_row_indices must be an int32 tensor",
     "2D mask": "RuntimeError: a 2D attention_mask hides tokens of a row that is split",
-    "dense mask": "ValueError: attention_mask must be None or .*got torch.bool",
+    "dense mask": "ValueError: attention_mask must be None, a FlashMask or .*got torch.bool",
     "labels without a shift": "ValueError: labels cover .*a shard of the row.*pass shift_labels",
     "key": "ValueError: the batch has 'attention_mask', which cannot be split",
     "length": r"ValueError: input_ids must have shape \[B, 128\].*got \[2, 127\]",
