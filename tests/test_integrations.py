@@ -6,6 +6,7 @@ tests/test_programs.py runs the programs themselves where they are installed.
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -21,6 +22,7 @@ import flashmask_hf.integrations
 from flashmask_hf.hf.models import state_of
 from flashmask_hf.sharing import _share
 
+ROOT = Path(__file__).parents[1]
 FROZEN = frozenset({"sdpa"})
 
 
@@ -85,7 +87,7 @@ def test_the_plugin_of_verl(stand_in, plugin):
 
 
 def test_the_entry_point_of_verl_names_the_plugin():
-    text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    text = (ROOT / "pyproject.toml").read_text()
     value = text.split('[project.entry-points."verl.plugins"]\nflashmask = "')[1].split('"')[0]
     assert importlib.util.find_spec(EntryPoint("flashmask", value, "verl.plugins").module)
 
@@ -118,9 +120,7 @@ def test_the_plugin_of_ms_swift(stand_in, plugin, monkeypatch):
             return (make_model() if load_model else None), "processor"
 
     stand_in("swift.arguments", SftArguments=Arguments)
-    monkeypatch.setattr(sys, "path", [flashmask_hf.integrations.__path__[0], *sys.path])  # as ms-swift does
-    plugin("swift")
-    assert flashmask_hf.integrations.__path__[0] not in sys.path
+    plugin("ms_swift.flashmask_plugin")
     arguments = Arguments(attn_impl="flashmask", sequence_parallel_size=1)
     arguments._check_padding_free()
     assert arguments.attn_impl == "flashmask"
@@ -132,6 +132,13 @@ def test_the_plugin_of_ms_swift(stand_in, plugin, monkeypatch):
     monkeypatch.setenv("FLASHMASK_SHARE_PREFIXES", "1")
     assert shares(arguments.get_model_processor()[0])
     assert arguments.get_model_processor(load_model=False) == (None, "processor")
+
+
+def test_the_file_for_ms_swift_hides_no_module():
+    """ms-swift puts the file's folder first in `sys.path`, at each of its calls."""
+    name = re.search(r"/integrations/(\S+\.py)", (ROOT / "docs/programs.md").read_text())[1]
+    file = Path(flashmask_hf.integrations.__path__[0], name)
+    assert [path.name for path in file.parent.iterdir() if path.name != "__pycache__"] == ["flashmask_plugin.py"]
 
 
 def split_by(program: str, stand_in: Any) -> Any:

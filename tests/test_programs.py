@@ -212,7 +212,7 @@ def test_ms_swift_takes_the_name_and_packing_with_the_plugin(monkeypatch):
     given = dict(packing=True, padding_free=False, attn_impl="flashmask", sequence_parallel_size=1)
     with pytest.raises(ValueError, match='"packing" feature requires a flash attention implementation'):
         arguments._check_padding_free(SimpleNamespace(**given))
-    module("swift.utils.utils").import_external_file(integrations.__path__[0] + "/swift.py")
+    module("swift.utils.utils").import_external_file(integrations.__path__[0] + "/ms_swift/flashmask_plugin.py")
     found = SimpleNamespace(**given)
     arguments._check_padding_free(found)
     assert found.padding_free

@@ -1,19 +1,17 @@
-"""Plugin of ms-swift, which runs this file (`--external_plugins`) before it checks its arguments."""
+"""Plugin of ms-swift, which runs this file (`--external_plugins`) before it checks its arguments.
+
+ms-swift puts this folder first in `sys.path`, so the file is alone in it, under a name that hides no module.
+"""
 
 from __future__ import annotations
 
 import os
-import sys
 from typing import Any
 
 from swift.arguments import SftArguments  # pyright: ignore[reportMissingImports]
 
 from flashmask_hf.integrations import refuse_ranks, share_if
 from flashmask_hf.names import FLASHMASK
-
-_folder = os.path.dirname(os.path.abspath(__file__))
-if _folder in sys.path:  # where ms-swift puts it, so that this folder's files would hide programs of their names
-    sys.path.remove(_folder)
 
 _check, _load = SftArguments._check_padding_free, SftArguments.get_model_processor
 
