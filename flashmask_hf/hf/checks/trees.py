@@ -173,10 +173,13 @@ def _is_no_label_seen(call: Call) -> Verdict | None:
     if found is None or found[0].causal or found[1].shape[1] != found[0].kv_len:
         return None
     mask, labels = found
+    tokens = call.tensor("input_ids", 2)
+    if tokens is None or tokens.shape != labels.shape:
+        return None
     before = torch.arange(mask.kv_len, device=mask.device) - 1
     hidden = torch.stack([(start <= before) & (before < end) for start, end in mask.intervals()]).any(0)[:, 0]
-    learned = labels.to(mask.device) != IGNORED
-    return ~(learned & ~hidden)[:, 1:].any(), (
+    given = (tokens == labels.to(tokens.device)).to(mask.device)  # shifted masked diffusion hides its labels
+    return ~(given & ~hidden)[:, 1:].any(), (
         "labels name a token that the token before sees, so the model's loss would teach to copy it; set it to -100, "
         "or, for batches of diffusion, model.loss_function = diffusion_loss (flashmask_hf.collators)"
     )

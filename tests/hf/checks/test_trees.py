@@ -241,10 +241,13 @@ def test_labels_of_other_masks_are_not_looked_at():
 )
 def test_labels_that_the_token_before_sees_are_refused(mask):
     model, _ = model_pair("llama")
-    call = dict(startend_row_indices=mask.bidirectional().indices, labels=IDS)
+    call = dict(input_ids=IDS, startend_row_indices=mask.bidirectional().indices, labels=IDS)
     with pytest.raises(RuntimeError, match=r"labels name a token that the token before sees.*diffusion_loss"):
         run_check("labels` that the token before sees", model, **call)
     run_check("labels` that the token before sees", model, **call, shift_labels=IDS)
+    masked = torch.arange(9) % 3 == 1  # as in shifted masked diffusion
+    noised = dict(input_ids=IDS.masked_fill(masked, 63), labels=IDS.masked_fill(~masked, -100))
+    run_check("labels` that the token before sees", model, **call | noised)
     model.loss_function = lambda logits, labels, **_: logits.sum()
     run_check("labels` that the token before sees", model, **call)
 
