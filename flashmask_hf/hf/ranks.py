@@ -99,8 +99,8 @@ def seed_of_heads(module: nn.Module, query: Tensor) -> Tensor | None:
 def _first_head(module: nn.Module, heads: int) -> int:
     """Return the number of a rank's first head under tensor parallelism, whose ranks are neighbours."""
     whole = whole_heads(module, heads)
-    if heads == whole or not (dist.is_available() and dist.is_initialized()):
-        return 0
+    if heads >= whole or whole % heads or not (dist.is_available() and dist.is_initialized()):
+        return 0  # a decoder's layer may have other heads than the config's, which are the encoder's
     return dist.get_rank() % (whole // heads) * heads
 
 

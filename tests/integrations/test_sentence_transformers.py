@@ -13,6 +13,7 @@ from transformers import (
     Lfm2Config,
     ModernBertConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
     RobertaConfig,
 )
 
@@ -38,12 +39,14 @@ SIZES = {
     "pad_token_id": 0, "initializer_range": 0.3, "max_position_embeddings": 64,
 }  # fmt: skip
 SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 WINDOWS = {"local_attention": 4, "global_attn_every_n_layers": 3, "initializer_cutoff_factor": 2.0}
 CONFIGS = {
     "bert": lambda: BertConfig(**SIZES, **NO_DROPOUT),
     "roberta": lambda: RobertaConfig(**SIZES, **NO_DROPOUT, type_vocab_size=1),
     "modernbert": lambda: ModernBertConfig(**SIZES, **SPECIAL, **WINDOWS),
     "qwen3": lambda: Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=8),
+    "qwen3moe": lambda: Qwen3MoeConfig(**SIZES, **EXPERTS, num_key_value_heads=2, head_dim=8),
     "lfm2": lambda: Lfm2Config(**SIZES, layer_types=["conv", "full_attention", "conv"]),
 }
 LOSSES = {
@@ -112,6 +115,7 @@ def check_embedder(folder, pooling, losses, texts, **options):
         ("modernbert", "max", ["cached"]),
         ("qwen3", "lasttoken", list(LOSSES)),
         ("qwen3", "mean", ["mnrl"]),
+        ("qwen3moe", "lasttoken", ["mnrl"]),
     ],
 )
 def test_flat_rows_equal_padded_batches(family, pooling, losses, tmp_path):
