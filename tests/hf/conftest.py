@@ -4,6 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flashmask_hf.hf import attention, keywords
 
@@ -21,3 +23,11 @@ def no_compiled_code() -> Iterator[None]:
     torch.compiler.reset()
     yield
     torch.compiler.reset()
+
+
+@pytest.fixture
+def one_rank() -> Iterator[DeviceMesh]:
+    """Start a process group of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()

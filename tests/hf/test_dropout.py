@@ -9,7 +9,14 @@ import torch
 from tools.model_pairs import attend, model_pair, tokens
 from tools.tiny import llama_config
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, BertConfig, BertForSequenceClassification
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertForSequenceClassification,
+)
 from transformers.masking_utils import eager_mask
 
 from flashmask_hf.dropout import draw_seed, dropout_pattern
@@ -92,3 +99,16 @@ def test_dropout_is_of_training() -> None:
         model.train()
         assert not torch.equal(model(ids).logits, model(ids).logits)
         assert torch.equal(attend(torch.nn.Module().eval(), dropout=0.5)[0], attend()[0])
+
+
+@pytest.mark.parametrize("heads", [(2, 4), (4, 3)], ids=["more", "no_divisor"])
+def test_layers_with_other_heads_than_the_config_in_a_process_group(heads: tuple[int, int], one_rank: Any) -> None:
+    """A config of BART has the heads of the encoder."""
+    encoder, decoder = heads
+    sizes = dict(vocab_size=64, d_model=24, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=8, decoder_ffn_dim=8)
+    config = BartConfig(
+        **sizes, encoder_attention_heads=encoder, decoder_attention_heads=decoder, attention_dropout=0.1
+    )
+    model = BartForConditionalGeneration._from_config(config, attn_implementation="flashmask").train()
+    ids = tokens(1, 6)
+    assert model(ids, labels=ids).loss.isfinite()

@@ -294,14 +294,6 @@ def test_layer_without_a_hook_reads_positions_anew_in_inference_mode():
         assert torch.equal(attend(position_ids=places)[0], attend(position_ids=positions([5, 1]))[0])
 
 
-@pytest.fixture
-def one_rank():
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
-    torch.distributed.destroy_process_group()
-
-
 @pytest.mark.parametrize(
     ("given", "compiled"),
     covering(
