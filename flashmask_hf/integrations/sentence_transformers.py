@@ -85,6 +85,7 @@ def _flatten(part: Any) -> None:
     ids, second = row["input_ids"], int(row["cu_seq_lens_q"][1])
     part.model(input_ids=ids, position_ids=row["position_ids"], cu_seq_lens_q=row["cu_seq_lens_q"])
     changed = torch.cat([(ids[:, :second] == 0).to(ids.dtype), ids[:, second:]], 1)  # another first text
-    states = [part(row | {"input_ids": x})[part.module_output_name][:, second:] for x in (ids, changed)]
-    if not torch.equal(*states):
+    one, two = (part(row | {"input_ids": x})[part.module_output_name][:, second:] for x in (ids, changed))
+    bound = 0.05 if one.dtype.itemsize == 2 else 1e-3  # experts compute tokens in groups, whose sizes change rounding
+    if not (one - two).abs().max() <= bound * one.abs().max():  # NaN raises, too
         raise ValueError(f"{name} does not keep the texts of a flat row apart; leave its inputs padded")
