@@ -37,8 +37,9 @@ class PackedDiffusionTrainer(PackedSFTTrainer):
 
     Raises:
         TypeError: `args` or `data_collator` has the wrong type.
-        ValueError: the model has attention code of its own (remote code: LLaDA, Dream) or another attention; an option
-            changes the loss, reads logits, packs in TRL, or splits rows over ranks; or as in `PackedSFTTrainer`.
+        ValueError: the model has attention code of its own (remote code: LLaDA, Dream), another attention, no embedding
+            of the mask token, or, for whole documents, causal sliding windows; an option changes the loss, reads
+            logits, packs in TRL, or splits rows over ranks; or as in `PackedSFTTrainer`.
 
     Example:
         ```python
@@ -72,9 +73,9 @@ class PackedDiffusionTrainer(PackedSFTTrainer):
             if kwargs.get(name):
                 raise ValueError(f"{name} is not supported: this trainer computes its loss from noised tokens' logits")
         if not isinstance(model, str):
-            _check_attention(model)
+            _check_model(model, data_collator)
         super().__init__(model, args, data_collator, *given, **kwargs)
-        _check_attention(self.accelerator.unwrap_model(self.model))
+        _check_model(self.accelerator.unwrap_model(self.model), data_collator)
         self.model_accepts_loss_kwargs = True  # else Trainer counts no labels
         if isinstance(data_collator, DataCollatorForBlockDiffusion):
             self._rows_per_token = data_collator.copies + 1
@@ -129,8 +130,8 @@ def _refuse_options(args: Any) -> None:
         raise ValueError("cp_size > 1 (parallelism_config) splits causal rows alone; set cp_size=1")
 
 
-def _check_attention(model: Any) -> None:
-    """Raise a ValueError for a model that would ignore its mask."""
+def _check_model(model: Any, collator: DataCollatorForMaskedDiffusion) -> None:
+    """Raise a ValueError for a model that would ignore a part of its mask, or that has no mask token."""
     inner = unwrap_peft(model)
     layers = (type(x) for x in inner.modules() if not isinstance(x, PreTrainedModel))
     modules = {sys.modules.get(base.__module__) for layer in layers for base in layer.__mro__}
@@ -140,3 +141,23 @@ def _check_attention(model: Any) -> None:
             f"ignores {VECTORS}; use a model of transformers, for example Qwen3 or Llama"
         )
     require_flashmask(inner.base_model)
+    text = inner.config.get_text_config()
+    if not isinstance(collator, DataCollatorForBlockDiffusion) and _has_causal_window(inner):
+        raise ValueError(
+            f"sliding_window={text.sliding_window} of {type(inner).__name__} is causal and hides one side of whole "
+            "documents; set is_causal=False in its config for both sides, or train in blocks"
+        )
+    if collator.mask_token_id >= text.vocab_size:
+        raise ValueError(
+            f"mask_token_id must be less than the model's {text.vocab_size} embeddings, got {collator.mask_token_id}; "
+            "choose a token that text does not have, or add one with resize_token_embeddings"
+        )
+
+
+def _has_causal_window(model: Any) -> bool:
+    """Return whether a sliding window hides earlier tokens that are far away, but no later ones."""
+    text = model.config.get_text_config()
+    if not getattr(text, "is_causal", True) or any(getattr(x, "is_causal", None) is False for x in model.modules()):
+        return False
+    layers = getattr(text, "layer_types", None) or ["sliding_attention"]
+    return bool(getattr(text, "sliding_window", None)) and "sliding_attention" in layers

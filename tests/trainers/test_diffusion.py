@@ -12,7 +12,7 @@ from peft import LoraConfig
 from tools.tiny import TRAINER_WARNINGS, llama_config, trainer_settings, word_tokenizer
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel
 from trl import SFTConfig
 
 from flashmask_hf.collators import DataCollatorForBlockDiffusion, DataCollatorForMaskedDiffusion
@@ -38,6 +38,10 @@ def block_collator(**options: Any) -> DataCollatorForBlockDiffusion:
 def tiny_model(**changes: Any) -> Any:
     torch.manual_seed(0)
     config = llama_config(initializer_range=0.2, **changes)
+    return model_of(config)
+
+
+def model_of(config: Any) -> Any:
     return AutoModelForCausalLM.from_config(config, attn_implementation="flashmask")
 
 
@@ -166,6 +170,28 @@ class OwnAttention(PreTrainedModel):
     def __init__(self, config: Any):
         super().__init__(config)
         self.q = nn.Linear(4, 4)
+
+
+def test_windows_of_whole_documents_have_two_sides(tmp_path: Any) -> None:
+    whole = DataCollatorForMaskedDiffusion(mask_token_id=MASK)
+    model = model_of(MistralConfig(**llama_config().to_diff_dict() | {"model_type": "mistral", "sliding_window": 2}))
+    with pytest.raises(ValueError, match=r"sliding_window=2 of MistralForCausalLM is causal .*set is_causal=False"):
+        build(tmp_path, whole, model)
+    build(tmp_path, block_collator(), model)
+    model.config.is_causal = False
+    build(tmp_path, whole, model)
+    batch = whole([{"input_ids": [*range(8, 24)]}])
+    inputs = model.get_input_embeddings()(batch["input_ids"]).detach().requires_grad_()
+    hidden = model.model(inputs_embeds=inputs, position_ids=batch["position_ids"], **{VECTORS: batch[VECTORS]})
+    hidden.last_hidden_state[0, 8].sum().backward()
+    assert inputs.grad is not None
+    assert inputs.grad[0].any(-1).nonzero()[:, 0].tolist() == [*range(4, 13)]  # 2 per side and layer
+
+
+def test_a_mask_token_without_embedding_is_refused(tmp_path: Any) -> None:
+    collator = DataCollatorForBlockDiffusion(mask_token_id=MASK + 1, block_size=4)
+    with pytest.raises(ValueError, match=r"less than the model's 64 embeddings, got 64; choose a token"):
+        build(tmp_path, collator)
 
 
 def test_models_and_options_that_would_ignore_the_mask_are_refused(tmp_path: Any) -> None:
