@@ -109,4 +109,4 @@ def diffusion_loss(
     scores = logits[noised].to(torch.promote_types(logits.dtype, torch.float32))
     losses = cross_entropy(scores, targets[noised], reduction="none")
     count: Any = labels.ne(IGNORED).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-    return (losses * weights[noised]).sum() / torch.as_tensor(count).to(logits.device)
+    return (losses * weights[noised]).sum() / torch.as_tensor(count).clamp(min=1).to(logits.device)

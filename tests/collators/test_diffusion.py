@@ -276,6 +276,15 @@ def test_a_block_of_padding_is_refused() -> None:
         collator([{"input_ids": [1, 2, 0, 0], "attention_mask": [1, 1, 0, 0]}])
 
 
+def test_the_loss_of_a_step_without_labels_is_zero() -> None:
+    labels, weights = torch.full((1, 2), -100), torch.zeros(1, 2)
+    for count in (0, torch.tensor(0), None):
+        logits = torch.zeros(1, 2, 3, requires_grad=True)
+        given = dict(diffusion_labels=labels, diffusion_weights=weights, num_items_in_batch=count)
+        loss = diffusion_loss(logits, labels, **given)
+        assert (loss, torch.autograd.grad(loss, logits)[0].sum()) == (0, 0)
+
+
 def test_the_loss_needs_its_labels_and_weights() -> None:
     with pytest.raises(ValueError, match="must be given; use a collator of diffusion"):
         diffusion_loss(torch.zeros(1, 2, 3), torch.zeros(1, 2).long())
