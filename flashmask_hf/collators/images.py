@@ -21,10 +21,16 @@ def images_of(example: Mapping[str, Any]) -> list[Any]:
     return list(example.get("images") or []) if image is None else [image]
 
 
-def media_marks(processor: Any) -> dict[str, str]:
-    """Return the text that stands for a video, and for audio, in a processor's prompts."""
+def media_tokens(processor: Any) -> dict[str, tuple[str, int]]:
+    """Return the token, as text and as id, that stands for a video, and for audio, in a processor's prompts.
+
+    Some processors name a token that their tokenizer lacks: such text is no more than text.
+    """
     marks = {kind: getattr(processor, f"{kind}_token", None) for kind in ("video", "audio")}
-    return {kind: mark for kind, mark in marks.items() if mark not in (None, getattr(processor, "image_token", None))}
+    others = (None, getattr(processor, "image_token", None))
+    tokenizer = processor.tokenizer
+    tokens = {kind: (mark, tokenizer.convert_tokens_to_ids(mark)) for kind, mark in marks.items() if mark not in others}
+    return {kind: found for kind, found in tokens.items() if found[1] not in (None, tokenizer.unk_token_id)}
 
 
 def add_image_tokens(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from flashmask_hf.collators.columns import all_have, example_names
 from flashmask_hf.collators.documents import padded
 from flashmask_hf.collators.forest import Forest
-from flashmask_hf.collators.images import TOKEN_TYPES, images_of, media_marks
+from flashmask_hf.collators.images import TOKEN_TYPES, images_of, media_tokens
 from flashmask_hf.collators.packing import PackingCollator
 from flashmask_hf.collators.rope_index import RopeIndex
 from flashmask_hf.names import IGNORED
@@ -176,10 +176,8 @@ def _forest(documents: Sequence[Document]) -> Forest:
 
 def _check_media(processor: Any, document: Document, name: str) -> None:
     """Raise a ValueError if a document has tokens for a video or for audio, and no inputs of either."""
-    for kind, mark in media_marks(processor).items():
-        token = processor.tokenizer.convert_tokens_to_ids(mark)
-        is_token = token not in (None, processor.tokenizer.unk_token_id)
-        if is_token and (document["input_ids"] == token).any() and not any(kind in key for key in document):
+    for kind, (mark, token) in media_tokens(processor).items():
+        if (document["input_ids"] == token).any() and not any(kind in key for key in document):
             problem = f"{name} has {mark}, but its inputs have no {kind}, which TRL's collator does not read"
             raise ValueError(f"{problem}. Remove it, or pass a collator that does.")
 

@@ -16,7 +16,7 @@ from trl.data_utils import apply_chat_template, is_conversational, prepare_multi
 
 from flashmask_hf.collators.bins import best_fit_decreasing
 from flashmask_hf.collators.dataset import refuse_transform
-from flashmask_hf.collators.images import images_of, media_marks
+from flashmask_hf.collators.images import images_of, media_tokens
 from flashmask_hf.collators.packing import as_count
 
 EXAMPLES = "examples"
@@ -53,7 +53,7 @@ class ExampleLengths:
                 f"{type(self._processor).__name__} has no image_token, so lengths are unknown; set dataset_kwargs="
                 "{'skip_prepare_dataset': True}, and a row is one batch of examples"
             )
-        self._media = media_marks(self._processor)
+        self._media = media_tokens(self._processor)
         self._counts: dict[tuple[int, int, bool], int] = {}
         # LLaVA-OneVision cuts an image into tiles only where it is alone, so it returns numbers of images.
         reads = getattr(getattr(self._processor, "image_processor", None), "model_input_names", ())
@@ -62,20 +62,24 @@ class ExampleLengths:
         around = {self._processed(size) - self._estimated(size) for size in probes}
         self._around = around.pop() if len(around) == 1 else None
 
-    def __call__(self, example: Mapping[str, Any]) -> tuple[int, int]:
-        """Return the numbers of tokens and of image tokens of an example."""
+    def __call__(self, example: Mapping[str, Any], name: str = "an example") -> tuple[int, int]:
+        """Return the numbers of tokens and of image tokens of an example, which errors call `name`."""
         texts, images = self._read(example)
-        for kind, mark in self._media.items():
+        for kind, (mark, _) in self._media.items():
             if any(mark in text for text in texts):
-                raise ValueError(f"an example has {kind} ({mark}), which TRL's collator does not read; remove it")
+                raise ValueError(f"{name} has {kind} ({mark}), which TRL's collator does not read; remove it")
         is_alone = len(images) == 1 or not self._needs_images
         counts = [self._count(*_size_of(image), is_alone) for image in images]
         replaced = self._text_tokens([self._mark] * sum(text.count(self._mark) for text in texts))
         return self._text_tokens(texts) - replaced + sum(counts), sum(counts)
 
-    def of_table(self, table: Any, features: Any, version: str) -> dict[str, list[int]]:
+    def of_table(
+        self, table: Any, indices: Sequence[int], features: Any, name: str, version: str
+    ) -> dict[str, list[int]]:
         """Return the lengths of an Arrow table's examples; only the cache of `Dataset.map` reads `version`."""
-        lengths = [self(features.decode_example(example)) for example in table.to_pylist()]
+        examples = map(features.decode_example, table.to_pylist())
+        names = (f"example {index} of {name}" for index in indices)
+        lengths = list(map(self, examples, names))
         return {"length": [length for length, _ in lengths], "image_tokens": [images for _, images in lengths]}
 
     def _read(self, example: Mapping[str, Any]) -> tuple[Sequence[str], Sequence[Any]]:
@@ -187,8 +191,13 @@ def pack_examples(
         measured = dataset.with_format("arrow").map(
             lengths_of.of_table,
             batched=True,
+            with_indices=True,
             batch_size=100,
-            fn_kwargs={"features": features, "version": f"1, transformers {transformers.__version__}"},
+            fn_kwargs={
+                "features": features,
+                "name": packer.name,
+                "version": f"1, transformers {transformers.__version__}",
+            },
             remove_columns=dataset.column_names,
             num_proc=num_proc,
             desc=f"Measuring {name} dataset",
@@ -258,7 +267,8 @@ class _Packer:
     def pack_stream(self, batch: dict[str, list[Any]], indices: Sequence[int]) -> dict[str, list[Any]]:
         """Pack a window of a stream."""
         examples = batch[_EXAMPLE]
-        lengths, images = zip(*map(self.lengths_of, examples), strict=True)
+        names = (f"example {index} of {self.name}" for index in indices)
+        lengths, images = zip(*map(self.lengths_of, examples, names), strict=True)
         rows = self.pack(lengths, images, indices)
         return {EXAMPLES: [[examples[index - indices[0]] for index in row] for row in rows]}
 

@@ -124,6 +124,17 @@ def test_a_row_has_at_most_so_many_image_tokens():
         next(iter(pack_examples(data.to_iterable_dataset(), collator_of(), 4)))
 
 
+def test_text_that_names_a_video_is_text_where_it_is_no_token(monkeypatch):
+    data = Dataset.from_dict({"text": ["w6", "w6 <video> w7"], "images": [[], []]})
+    collator = collator_of()
+    for rows in (data, data.to_iterable_dataset()):
+        with pytest.raises(ValueError, match=r"example 1 of the train dataset has video \(<video>\), which"):
+            list(pack_examples(rows, collator, 8))
+    monkeypatch.setattr(collator.processor, "video_token", "<clip>")
+    data = Dataset.from_dict({"text": ["w6 <clip> w7"], "images": [[]]})
+    assert pack_examples(data, collator, 8)["seq_lengths"] == [[3]]
+
+
 def test_weights_limit_bins():
     assert best_fit_decreasing([5, 3, 4, 2, 1], 8, [1, 1, 0, 1, 0], 1) == [[0], [1, 2, 4], [3]]
 

@@ -227,7 +227,7 @@ WRONG: dict[str, Any] = {
     ),
     "video in messages": (
         {"data": concatenate_datasets([DATA, FILM])},
-        r"an example has video \(<video>\), which TRL's collator does not read; remove it",
+        r"example 8 of the train dataset has video \(<video>\), which TRL's collator does not read; remove it",
     ),
     "tools": (
         {"data": DATA.add_column("tools", [["a"]] * 8)},
