@@ -55,19 +55,28 @@ class PairWeightsMixin:
             self.use_weighting = stock
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run TRL's `prediction_step`, and record the weights of the batch's pairs."""
-        if PAIR_WEIGHTS in inputs:
-            weights = inputs[PAIR_WEIGHTS].to(self.accelerator.device)
-            self._evaluated_weights.append(self.accelerator.gather_for_metrics(weights))
-        return super().prediction_step(model, inputs, *args, **kwargs)
+        """Run TRL's `prediction_step`, and record the weighed loss of the batch's pairs and their weights."""
+        if PAIR_WEIGHTS not in inputs:
+            return super().prediction_step(model, inputs, *args, **kwargs)
+        weights = inputs[PAIR_WEIGHTS].to(self.accelerator.device)
+        places = torch.arange(len(weights), device=weights.device)
+        places += self.accelerator.process_index // self._copies * len(weights)
+        weights = weights * (places < len(self.accelerator.gather_for_metrics(weights)))  # accelerate repeats pairs
+        step = super().prediction_step(model, {**inputs, PAIR_WEIGHTS: weights}, *args, **kwargs)
+        sums = torch.stack([step[0].detach().float() * len(weights), weights.sum()])
+        self._evaluated.append(sums * self._counts_rows)
+        return step
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        """Run Trainer's evaluation loop, and divide the loss by the mean weight of the pairs."""
-        self._evaluated_weights: list[Tensor] = []
+        """Run Trainer's evaluation loop, and divide the sum of the losses by the sum of the weights of the pairs."""
+        self._evaluated: list[Tensor] = []
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
-        if self._evaluated_weights and f"{metric_key_prefix}_loss" in output.metrics:
-            mean = torch.cat(self._evaluated_weights).mean().item()
-            output.metrics[f"{metric_key_prefix}_loss"] /= mean or 1.0
+        if self._evaluated and f"{metric_key_prefix}_loss" in output.metrics:
+            losses, weights = self.accelerator.gather(torch.stack(self._evaluated)).cpu().double().unbind(1)
+            read = losses.isfinite() | (not self.args.logging_nan_inf_filter)
+            output.metrics[f"{metric_key_prefix}_loss"] = losses[read].sum().item() / (
+                weights[read].sum().item() or 1.0
+            )
         return output
 
 

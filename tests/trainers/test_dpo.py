@@ -456,6 +456,32 @@ def test_an_evaluation_of_weighed_pairs_divides_by_their_weights(model_path, tok
     assert found["eval_zeros_loss"] == 0
 
 
+class Stock:
+    """TRL's part of what the mixin extends."""
+
+    def prediction_step(self, model, inputs):
+        return (inputs["pair_weights"] * torch.tensor([3.0, 5.0, 7.0, 9.0])).mean(), None, None
+
+    def evaluation_loop(self, inputs, metric_key_prefix):
+        loss, _, _ = self.prediction_step(None, inputs)
+        return types.SimpleNamespace(metrics={f"{metric_key_prefix}_loss": loss.item()})
+
+
+class LastBatch(pair_weights.PairWeightsMixin, Stock):
+    """The second of two ranks: seven pairs are left, and accelerate fills its batch of four with an earlier pair."""
+
+    _copies, _counts_rows = 1, True
+    args = types.SimpleNamespace(logging_nan_inf_filter=True)
+    accelerator = types.SimpleNamespace(
+        device="cpu", process_index=1, gather=lambda x: x, gather_for_metrics=lambda _: torch.zeros(7)
+    )
+
+
+def test_pairs_that_fill_the_last_batch_of_an_evaluation_do_not_count():
+    found = LastBatch().evaluation_loop({"pair_weights": torch.tensor([1.0, 0.0, 2.0, 4.0])})
+    assert found.metrics == {"eval_loss": (1 * 3 + 2 * 7) / 3}
+
+
 def test_wrong_weights_of_pairs_raise(model_path, tokenizer, tmp_path, monkeypatch):
     for weight, problem in ((-1.0, "must be at least 0, got -1; swap its answers"), (math.nan, "must be finite")):
         data = weighed_rows([1.0, 1.0, weight])
