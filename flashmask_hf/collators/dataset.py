@@ -148,13 +148,15 @@ def pack_dataset(
         problem = "the column token_type_ids may differ in a shared prefix; remove it, or leave share_prefixes out"
         raise ValueError(f"share_prefixes=True: {problem}")
     streamed = isinstance(dataset, IterableDataset)
+    nullable = _GIVEN if streamed else (WEIGHT,)
+    given = [name for name in _GIVEN if name in first and not (name in nullable and first[name] is None)]
     order = None if streamed or not share_prefixes else order_by_prefixes(dataset, num_proc)
     options: dict[str, Any] = {
         "batched": True,
         "with_indices": True,
         "batch_size": batch_size,
         "fn_kwargs": {
-            "given": [name for name in _GIVEN if name in first and not (streamed and first[name] is None)],
+            "given": given,
             "max_length": max_length,
             "mode": "split" if split else truncation_mode,
             "completion_only_loss": completion_only_loss,

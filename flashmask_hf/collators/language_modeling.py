@@ -156,7 +156,7 @@ class DataCollatorForPackedLanguageModeling(PackingCollator):
         labels = read_labels(given, input_ids, self.completion_only_loss, name)
         labels = input_ids if labels is None else labels
         weights = None
-        if WEIGHT in example:
+        if example.get(WEIGHT) is not None:
             labels, weights = read_weights(example[WEIGHT], labels, name)
         tokens = len(input_ids)
         if len(lengths) > 1 and self.max_length is not None and tokens > self.max_length:

@@ -213,7 +213,9 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
             if "seq_lengths" in first:
                 return dataset  # packed already; TRL would join its rows' documents
             return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
-        self._reads_weights |= WEIGHT in first or LABEL_WEIGHTS in first
+        # A row packed elsewhere may have no weight before others have.
+        weighs = first.get(WEIGHT) is not None or (WEIGHT in first and "seq_lengths" in first)
+        self._reads_weights |= weighs or LABEL_WEIGHTS in first
         if "seq_lengths" in first and self._packing_options["loss_mean"] == "example":
             raise ValueError(f"loss_mean='example' is too late for packed {dataset_name} rows; pass it to pack_dataset")
         if args.completion_only_loss and not args.assistant_only_loss and formatting_func is None:

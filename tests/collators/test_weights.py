@@ -75,7 +75,14 @@ def test_weights_of_rows_and_of_examples_share_a_batch():
     assert batch["label_weights"].tolist() == [[0, 2, 0, 0, -3, 0, 1, 0, 4, 0, 0, -1, -1]]
     assert batch["labels"].tolist() == [[-100, 6, -100, -100, 9, -100, 6, -100, 6, -100, -100, 4, 5]]
     assert batch["label_weights"].dtype == torch.float32
-    assert "label_weights" not in DataCollatorForPackedLanguageModeling()([plain])
+    assert "label_weights" not in DataCollatorForPackedLanguageModeling()([plain, flat | {"weight": None}])
+
+
+def test_a_column_of_missing_weights_is_as_absent():
+    source = dataset([3, 2], weight=[None, None])
+    assert source.column_names == ["input_ids", "weight"]
+    for rows in (pack_dataset(source, 5), pack_dataset(source.to_iterable_dataset(), 5)):
+        assert list(rows) == list(pack_dataset(dataset([3, 2]), 5))
 
 
 @pytest.mark.parametrize("loss_mean", ["token", "example"])
@@ -102,7 +109,7 @@ def test_weights_are_cut_with_their_tokens():
 
 WRONG = {
     "text": ("0.5", TypeError, "must be a number, or one number per token, got '0.5'; correct it"),
-    "missing": (None, TypeError, "must be a number, or one number per token, got None"),
+    "missing": (None, ValueError, "lacks weight, unlike other examples; give it to all examples, or to none"),
     "boolean": (True, TypeError, "must be a number, or one number per token, got True"),
     "a missing number": ([1.0, None, 2.0], TypeError, "must be a number, or one number per token"),
     "ragged": ([[1.0], [1.0, 2.0], [1.0]], TypeError, "must be a number, or one number per token"),
@@ -123,10 +130,9 @@ def test_wrong_weights_name_their_example(name):
     weight, error, problem = WRONG[name]
     weights = [1.0, 1.0, 1.0] if isinstance(weight, list) else 1.0, weight
     rows = [{"input_ids": [5, 6, 7], "weight": own} for own in weights]
-    with pytest.raises(error, match=f"^weight of example 1 {problem}"):
-        DataCollatorForPackedLanguageModeling()(rows)
-    if name == "missing":
-        error, problem = ValueError, "lacks weight, unlike other examples; give it to all examples, or to none"
+    if name != "missing":
+        with pytest.raises(error, match=f"^weight of example 1 {problem}"):
+            DataCollatorForPackedLanguageModeling()(rows)
     sources = [IterableDataset.from_generator(lambda: iter(rows))]
     if name not in ("text", "boolean", "ragged"):  # which Arrow refuses
         sources.append(Dataset.from_list(rows))
