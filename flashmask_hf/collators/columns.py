@@ -27,10 +27,10 @@ def example_names(examples: Sequence[Any]) -> list[str]:
 
 
 def all_have(column: str, has: Sequence[bool], names: Sequence[str]) -> bool:
-    """Return whether all examples of a batch have a column; raise a ValueError if only some have."""
+    """Return whether all examples have a column; raise a ValueError if only some have."""
     if any(has) and not all(has):
         without, other = names[has.index(False)], names[has.index(True)]
-        raise ValueError(f"{without} has no {column}, but {other} of the same batch has; give it to all, or to none")
+        raise ValueError(f"{without} has no {column}, but {other} has; give it to all, or to none")
     return all(has)
 
 

@@ -12,6 +12,8 @@ import torch
 from accelerate.utils import compare_versions
 from torch import Tensor
 
+from flashmask_hf.collators.columns import all_have
+from flashmask_hf.collators.labels import WEIGHT
 from flashmask_hf.names import PAIR_WEIGHTS
 
 _UNWEIGHED = ("aot", "aot_unpaired", "sft")
@@ -33,7 +35,8 @@ class PairWeightsMixin:
     _mean_weight: Tensor | None = None  # of a step's batches on all ranks, the mean of the sums of weights
 
     def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> Any:
-        if batch_samples and PAIR_WEIGHTS in batch_samples[0]:
+        names = [f"batch {index} of a step" for index in range(len(batch_samples))]
+        if names and all_have(WEIGHT, [PAIR_WEIGHTS in batch for batch in batch_samples], names):
             sums = torch.stack([batch[PAIR_WEIGHTS].sum() for batch in batch_samples])
             self._mean_weight = self.accelerator.gather(sums.mean().to(device)).mean()
         return super()._get_num_items_in_batch(batch_samples, device)

@@ -174,7 +174,7 @@ BAD = {
         [PAIR | {"ref_chosen_logps": -1.0}, PAIR],
         {},
         ValueError,
-        "example 1 has no ref_chosen_logps, but example 0 of the same batch has; give it to all, or to none",
+        "example 1 has no ref_chosen_logps, but example 0 has; give it to all, or to none",
     ),
     "reference of others": (
         [PAIR | {"ref_rejected_logps": None}, PAIR | {"ref_rejected_logps": -1.0}],

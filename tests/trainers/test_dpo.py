@@ -487,8 +487,12 @@ def test_wrong_weights_of_pairs_raise(model_path, tokenizer, tmp_path, monkeypat
         data = weighed_rows([1.0, 1.0, weight])
         with pytest.raises(ValueError, match=f"weight of example 2 of the train dataset, as prepared, {problem}"):
             make(SharedQuestionDPOTrainer, model_path, tokenizer, tmp_path, data=data)
+    with pytest.raises(ValueError, match="example 1 of the train dataset has no weight, but example 0 of"):
+        make(SharedQuestionDPOTrainer, model_path, tokenizer, tmp_path, data=weighed_rows([1.0, None]))
+    with pytest.raises(ValueError, match="batch 1 of a step has no weight, but batch 0 of a step has; give it to all"):
+        LastBatch()._get_num_items_in_batch([{"pair_weights": torch.ones(2)}, {}], torch.device("cpu"))
     pair = {"prompt_ids": [5], "chosen_ids": [6], "rejected_ids": [7]}
-    with pytest.raises(ValueError, match="example 1 has no weight, but example 0 of the same batch has"):
+    with pytest.raises(ValueError, match="example 1 has no weight, but example 0 has"):
         DataCollatorForSharedQuestion()([pair | {"weight": 1}, pair])
     for name in ("aot", "aot_unpaired", "sft"):
         options = {"data": weighed_rows(), "loss_type": ["sigmoid", name]}
