@@ -204,8 +204,9 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
         dataset = without_media(unformatted(dataset), dataset_name)
         first = first_row(dataset, f"the {dataset_name} dataset")
         if dataset_name == "train" and "seq_lengths" not in first and (packing or not _trl_packs(args)):
-            own = {name: self._packing_options[name] for name in ("split", "row_length", "share_prefixes")}
-            self._packed_by = {"max_length": args.max_length, "packing": args.packing, **own}
+            own = {name: self._packing_options[name] for name in ("split", "share_prefixes")}
+            own |= {"max_length": args.max_length, "row_length": self.row_length}
+            self._packed_by = {"packing": args.packing, **own}
         if "input_ids" not in first:
             check_columns(dataset, first, args.dataset_text_field, formatting_func is not None, dataset_name)
         if _trl_packs(args):

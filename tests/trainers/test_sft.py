@@ -1,5 +1,6 @@
 """The SFT trainer packs its datasets, keeps packed ones, and trains only models whose layers isolate documents."""
 
+import json
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -164,16 +165,17 @@ def test_a_resumed_run_counts_on_and_refuses_rows_that_are_packed_otherwise(tmp_
     """Checkpoints between two logs hold all tokens, too."""
     data = Dataset.from_dict({"input_ids": [list(range(5, 5 + n)) for n in (7, 3, 8, 2, 6, 5, 4, 8, 7, 6)]})
 
-    def trainer_of(max_length=8, **options):
+    def trainer_of(max_length=8, *, row_length=None, share_prefixes=False, **options):
         settings = trainer_settings(tmp_path) | {"per_device_train_batch_size": 1, "max_steps": 4, "logging_steps": 2}
         args = SFTConfig(**settings | {"save_strategy": "steps", "save_steps": 3} | options, max_length=max_length)
         model = AutoModelForCausalLM.from_config(llama_config(), attn_implementation="flashmask")
-        return PackedSFTTrainer(model, args, train_dataset=data, processing_class=word_tokenizer())
+        packing = {"row_length": row_length, "share_prefixes": share_prefixes}
+        return PackedSFTTrainer(model, args, train_dataset=data, processing_class=word_tokenizer(), **packing)
 
     def counts(trainer):
         return [entry["num_tokens"] for entry in trainer.state.log_history if "num_tokens" in entry]
 
-    whole, resumed = trainer_of(), trainer_of(save_strategy="no")
+    whole, resumed = trainer_of(), trainer_of(save_strategy="no", row_length=8)
     whole.train()
     checkpoint = str(tmp_path / "checkpoint-3")
     resumed.train(resume_from_checkpoint=checkpoint)
@@ -183,6 +185,13 @@ def test_a_resumed_run_counts_on_and_refuses_rows_that_are_packed_otherwise(tmp_
         trainer_of(16).train(resume_from_checkpoint=checkpoint)
     with pytest.raises(ValueError, match="packing must be False, as in the checkpoint, got True"):
         trainer_of(packing=True).train(resume_from_checkpoint=checkpoint)
+    state = tmp_path / "checkpoint-3" / "trainer_state.json"
+    older = json.loads(state.read_text())
+    for name in ("row_length", "share_prefixes"):
+        del older["stateful_callbacks"]["flashmask_hf"]["attributes"]["packed_by"][name]
+    state.write_text(json.dumps(older))
+    with pytest.raises(ValueError, match="share_prefixes must be False, as in the checkpoint, got True"):
+        trainer_of(share_prefixes=True).train(resume_from_checkpoint=checkpoint)
     trainer_of(16, ignore_data_skip=True, max_steps=3).train(resume_from_checkpoint=checkpoint)
 
 
