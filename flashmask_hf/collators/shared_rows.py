@@ -74,6 +74,7 @@ class SharedRows:
     Args:
         batch: the model's inputs, as of `PackedRows.batch`: R rows of S tokens.
         scored: bool [N, K], the tokens that `gather_logps` scores.
+        places: int64 [n], index in the flattened `scored` of each scored token.
         predictors: int64 [n], index in the flattened rows of the token before each scored token.
         labels: int64 [n], ids of the scored tokens.
         saved: share of the sequences' tokens that the rows do not repeat, 0 to 1.
@@ -81,6 +82,7 @@ class SharedRows:
 
     batch: dict[str, Tensor]
     scored: Tensor
+    places: Tensor
     predictors: Tensor
     labels: Tensor
     saved: float
@@ -145,10 +147,11 @@ def pack_shared(
     rows, index, _ = pack_sequences(ids, real, first, max_length=max_length, pad_to_multiple_of=pad_to_multiple_of)
     chosen = real & ~first & (wanted != 0)
     before = index.ravel()[np.flatnonzero(chosen) - 1]
-    scored, predictors, labels = (torch.from_numpy(x).to(input_ids.device) for x in (chosen, before, ids[chosen]))
+    own = chosen[:, unscored:]
+    tensors = (torch.from_numpy(x).to(input_ids.device) for x in (own, np.flatnonzero(own), before, ids[chosen]))
     saved = 1 - sum(len(forest.tokens) for forest in rows.forests) / int(real.sum())
     packed = {name: x.to(input_ids.device) for name, x in rows.batch().items()}
-    return SharedRows(packed, scored[:, unscored:], predictors, labels, saved)
+    return SharedRows(packed, *tensors, saved)
 
 
 def gather_logps(
@@ -191,6 +194,6 @@ def gather_logps(
 
     chunks = zip(hidden.flatten(0, 1)[rows.predictors].split(size), rows.labels.split(size), strict=True)
     values = torch.cat([checkpoint(score, *part, use_reentrant=False) for part in chunks], 1)
-    scores = values.new_zeros(len(values), *rows.scored.shape)
-    scores[:, rows.scored] = values
+    scores = values.new_zeros(len(values), rows.scored.numel()).index_copy(1, rows.places, values)
+    scores = scores.unflatten(1, rows.scored.shape)
     return scores if entropy else scores[0]

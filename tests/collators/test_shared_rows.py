@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -135,6 +136,17 @@ def test_the_head_sees_the_predictors_of_scored_tokens_in_chunks():
     assert len(seen) == 2 * (count // 10 + 1)  # computed again in the backward
     nothing = pack_shared(**batch, scored=torch.zeros(12, RESPONSE))
     assert not gather_logps(hidden, head, nothing).any()
+
+
+def test_scores_need_no_value_of_the_device():
+    """Tensors without data stand for a device, for which the host would wait."""
+    rows = pack_shared(**rollouts())
+    names = ("scored", "places", "predictors", "labels")
+    tensors = {name: getattr(rows, name).to("meta") for name in names}
+    hidden = torch.empty(*rows.batch["input_ids"].shape, 48, device="meta", requires_grad=True)
+    values = gather_logps(hidden, lambda states: states, replace(rows, **tensors), entropy=True)
+    assert values.shape == (2, 12, PROMPT + RESPONSE)
+    values.sum().backward()
 
 
 def test_entries_of_padding_repeat_as_little_as_the_batch_is_larger():
