@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flashmask_hf.hf.call import current, record_documents
+from flashmask_hf.hf.call import record_documents
 from flashmask_hf.hf.documents import UNBOUNDED, of_bounds, of_positions
 from flashmask_hf.hf.families import family_of
 from flashmask_hf.hf.layer_mask import LayerMask, cached_mask, check_hook_result
@@ -113,15 +113,15 @@ def _separated_mask(
     """
     batch, _, q_len, _ = query.shape
     kv_len, window, bounds = key.shape[2], kwargs.get("sliding_window"), kwargs.get("cu_seq_lens_q")
-    limit = None
+    # Columns of the hook have a layer's window; a caller's, as of a drafter's layer, may not.
+    checks_window = window is not None and hooked is not None and not causal and q_len != kv_len
+    limit = 2 * min(window or 0, UNBOUNDED) + 1
     if hooked is not None:
         if hooked.shape[3] != kv_len or not is_one_of(hooked.shape[0], 1, batch):
             raise ValueError(
                 f"attention_mask has batch {hooked.shape[0]} and {hooked.shape[3]} key columns, but this layer has "
                 f"batch {batch} and {kv_len} keys; pass a 2D attention_mask that covers cache and new tokens"
             )
-        if window is not None and current.call is None:  # columns of the hook have the window, a caller's may not
-            limit = min(window, UNBOUNDED) if causal else 2 * min(window, UNBOUNDED) + 1
         causal, window = hooked.shape[2] == 1, None
     elif window is not None and not causal:
         raise NotImplementedError(
@@ -142,11 +142,9 @@ def _separated_mask(
 
     def build() -> FlashMask:
         columns = _default_columns(query, kv_len, causal, window) if hooked is None else hooked.detach()
-        if limit is not None:
-            row = torch.arange(kv_len, device=columns.device) + (q_len - kv_len)
-            first = row.clamp(min=0) if causal else columns[:, :, 3]
+        if checks_window and not causal:
             device_assert(
-                (columns[:, :, 0] - first <= limit).all(),
+                (columns[:, :, 0] - columns[:, :, 3] <= limit).all(),
                 "attention_mask shows keys outside of this layer's sliding_window; pass a FlashMask that has the "
                 "window, and sliding_window=None",
             )
@@ -168,7 +166,7 @@ def _separated_mask(
 
     sources = tuple(x for x in (hooked, marks) if x is not None)
     if hooked is not None:
-        return cached_mask(sources, ("hooked", by_bounds, marks is None, limit), build)
+        return cached_mask(sources, ("hooked", by_bounds, marks is None, checks_window and limit), build)
     # Fake tensors have fake masks, and a CUDA graph's mask is in the graph's memory: neither may be cached.
     if type(query) is not Tensor or torch.compiler.is_compiling() or is_capturing(query):
         return build()

@@ -132,10 +132,10 @@ def measure(task: str, length: int, a: argparse.Namespace) -> list[dict[str, obj
     rows = [case_of_row | {"implementation": x} for x in a.providers]
     for row in rows:
         name = str(row["implementation"])
-        turn(name)  # compiles
+        found = attempt(lambda name=name: turn(name))  # compiles
         free_memory()
         before = torch.cuda.memory_allocated() if a.device == "cuda" else 0
-        found = attempt(lambda name=name: turn(name))
+        found = found if isinstance(found, str) else attempt(lambda name=name: turn(name))
         row["status"] = found if isinstance(found, str) else "timed"
         if not isinstance(found, str):
             results.append(found[0])

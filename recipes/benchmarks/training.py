@@ -642,7 +642,7 @@ class Study:
                 figures["images_per_second"] = round(images / seconds, 2) if seconds else ""
         if isinstance(self.task, Preference):
             for figures in found:
-                shares = figures["implementation"] == "flashmask"
+                shares = figures["implementation"] == "flashmask" and figures["seconds_per_step"]
                 figures["hook_milliseconds"] = round(1000 * statistics.median(self.task.host), 2) if shares else ""
         if isinstance(self.task, Trajectories):
             for figures in found:

@@ -25,7 +25,6 @@ from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 from transformers.masking_utils import (
     bidirectional_mask_function,
     sliding_window_bidirectional_mask_function,
-    sliding_window_causal_mask_function,
 )
 
 from flashmask_hf import FlashMask, flashmask_attention, masks
@@ -484,16 +483,19 @@ def test_a_flashmask_of_other_queries_than_keys_is_the_mask_of_a_layer():
             attend(q_len=6, kv_len=13, attention_mask=mask, is_causal=False, **{name: value})
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_columns_that_show_keys_outside_of_the_window_are_refused(causal):
+def test_columns_of_a_drafter_that_show_keys_outside_of_the_window_are_refused():
     """Columns of a caller do not have the layer's window, and columns of the hook do."""
     columns = masks.draft_blocks([4, 3], [1, 3, 6], 2).bidirectional().indices.transpose(2, 3)
     with pytest.raises(RuntimeError, match="keys outside of this layer's sliding_window; pass a FlashMask"):
-        attend(q_len=6, kv_len=13, attention_mask=columns, is_causal=causal, sliding_window=1)
-    function = sliding_window_causal_mask_function(3) if causal else sliding_window_bidirectional_mask_function(3)
-    for q_len in (4, 6):
-        hooked = mask_hook(
-            batch_size=2, q_length=q_len, kv_length=6, q_offset=6 - q_len, mask_function=function, use_vmap=False
-        )
-        want, _ = attend(q_len=q_len, attention_mask=hooked, is_causal=causal)
-        assert_near(attend(q_len=q_len, attention_mask=hooked, is_causal=causal, sliding_window=3)[0], want)
+        attend(q_len=6, kv_len=13, attention_mask=columns, is_causal=False, sliding_window=1)
+    function = sliding_window_bidirectional_mask_function(3)
+    hooked = mask_hook(batch_size=2, q_length=4, kv_length=6, q_offset=2, mask_function=function, use_vmap=False)
+    want, _ = attend(q_len=4, attention_mask=hooked, is_causal=False)
+    assert_near(attend(q_len=4, attention_mask=hooked, is_causal=False, sliding_window=3)[0], want)
+
+
+def test_blocks_of_a_windowed_layer_called_alone_may_pass_its_window():
+    """As an image's tokens in Gemma 3, whose compiled layers know no model call."""
+    spans = masks.blocks([6], [(1, 5)]).bidirectional().indices.transpose(2, 3)
+    want, _ = attend(attention_mask=spans)
+    assert_near(attend(attention_mask=spans, sliding_window=1)[0], want)
