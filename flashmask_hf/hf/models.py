@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch._dynamo import OptimizedModule
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from flashmask_hf.hf.families import family_of, missing_kernels, source_of
 
@@ -44,13 +45,19 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 @torch.compiler.assume_constant_result
-def is_wrapped(name: str) -> bool:
-    """Return whether an attention of transformers is an object around a function, as accelerate registers for sp_size.
+def wrapper_of(name: str, interface: AttentionInterface = ALL_ATTENTION_FUNCTIONS) -> str | None:
+    """Return the name of the wrapper that layers call in place of a registered attention, or None.
 
-    Such a wrapper exchanges heads, gathers `position_ids`, and leaves masks out.
+    accelerate registers an object for `sp_size`; DeepSpeed's Ulysses sets a function in the interface of the models
+    alone. Such a wrapper exchanges heads, gathers `position_ids`, and leaves masks out.
     """
-    function = AttentionInterface._global_mapping.get(name)
-    return function is not None and (not inspect.isfunction(function) or hasattr(function, "__wrapped__"))
+    called, registered = interface.get(name), AttentionInterface._global_mapping.get(name)
+    if called is None:
+        return None
+    if not inspect.isfunction(called):
+        return f"{type(called).__module__}.{type(called).__qualname__}"
+    is_plain = called is registered and not hasattr(called, "__wrapped__")
+    return None if is_plain else f"{called.__globals__['__name__']}.{called.__code__.co_name}"
 
 
 class ModelState:

@@ -26,7 +26,7 @@ from flashmask_hf.hf.checks import run_checks
 from flashmask_hf.hf.documents import check_one_document, of_positions
 from flashmask_hf.hf.families import refuse_own_attention
 from flashmask_hf.hf.mask_hook import NUMBERS, mask_hook
-from flashmask_hf.hf.models import TOWERS, is_wrapped
+from flashmask_hf.hf.models import TOWERS, wrapper_of
 from flashmask_hf.hf.rewrites import rewrite
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import FLASHMASK, HASH, NAMES, QK, VECTORS
@@ -50,10 +50,11 @@ def register() -> None:
     read_kernel_names(PreTrainedConfig)
     functions = {FLASHMASK: attention_forward, HASH: hash_attention_forward, QK: qk_attention_forward}
     for name, function in functions.items():
-        if is_wrapped(name):
+        wrapper = wrapper_of(name, AttentionInterface())  # a new interface: what is registered
+        if wrapper is not None:
             raise RuntimeError(
-                f"{name!r} is registered in a wrapper, as with sp_size of accelerate, which register() would undo: "
-                "ranks would attend within their shards. Call register() before."
+                f"{name!r} is registered in the wrapper {wrapper}, as with sp_size of accelerate, which register() "
+                "would undo: ranks would attend within their shards. Call register() before."
             )
         AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, mask_hook)

@@ -6,6 +6,7 @@ The wrapper exchanges heads for rows, gathers `position_ids`, drops the mask, an
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from typing import Any
@@ -26,6 +27,7 @@ from transformers import (
     LlavaForConditionalGeneration,
     PhimoeConfig,
 )
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import flashmask_hf
 from flashmask_hf import masks
@@ -33,6 +35,10 @@ from flashmask_hf.collators import Forest, pack_forests
 from flashmask_hf.hf.attention import attention_forward
 
 RANKS = 2
+
+SIZES: dict[str, Any] = dict(
+    hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=64
+)
 
 
 class Wrapper:
@@ -132,11 +138,8 @@ def test_mask_indices_of_a_shard_are_refused(wrapper):
 
 
 def test_masks_that_the_wrapper_drops_are_refused(wrapper):
-    sizes: dict[str, Any] = dict(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=64
-    )
     chunked = Llama4TextConfig(
-        **sizes,
+        **SIZES,
         num_key_value_heads=2,
         head_dim=8,
         intermediate_size_mlp=64,
@@ -144,28 +147,47 @@ def test_masks_that_the_wrapper_drops_are_refused(wrapper):
         attention_chunk_size=4,
     )
     experts: dict[str, Any] = dict(num_key_value_heads=2, num_local_experts=2, max_position_embeddings=64)
-    llava = LlavaConfig(text_config=llama_config(), vision_config=CLIPVisionConfig(**sizes | {"vocab_size": 2}))
+    llava = LlavaConfig(text_config=llama_config(), vision_config=CLIPVisionConfig(**SIZES | {"vocab_size": 2}))
     models = [
         AutoModelForCausalLM.from_config(chunked, attn_implementation="flashmask"),
-        BertModel._from_config(BertConfig(**sizes), attn_implementation="flashmask"),
+        BertModel._from_config(BertConfig(**SIZES), attn_implementation="flashmask"),
         AutoModelForCausalLM.from_config(
-            PhimoeConfig(**sizes, **experts, sliding_window=4), attn_implementation="flashmask"
+            PhimoeConfig(**SIZES, **experts, sliding_window=4), attn_implementation="flashmask"
         ),
         LlavaForConditionalGeneration._from_config(llava, attn_implementation="flashmask"),
     ]
     for model in models:
-        with pytest.raises(NotImplementedError, match=r"needs masks of images, chunks.* set sp_size=1"):
+        with pytest.raises(
+            NotImplementedError, match=r"needs masks of images, chunks.*Wrapper may drop them: set sp_size=1"
+        ):
             model(torch.arange(2, 10)[None])
 
 
 def test_registering_again_would_undo_the_wrapper(wrapper):
-    with pytest.raises(RuntimeError, match="'flashmask' is registered in a wrapper, as with sp_size of accelerate"):
+    with pytest.raises(
+        RuntimeError, match=r"'flashmask' is registered in the wrapper .*Wrapper, as with sp_size of accelerate"
+    ):
         flashmask_hf.register()
     assert AttentionInterface._global_mapping["flashmask"] is wrapper
 
 
-def test_a_function_around_ours_is_a_wrapper_too(monkeypatch):
-    around = functools.wraps(attention_forward)(lambda *args, **kwargs: attention_forward(*args, **kwargs))
-    monkeypatch.setitem(AttentionInterface._global_mapping, "flashmask", around)
-    with pytest.raises(RuntimeError, match="'flashmask' is registered in a wrapper"):
+@pytest.mark.parametrize("registered", [True, False], ids=["registered", "deepspeed"])
+def test_a_function_around_ours_is_a_wrapper_too(registered, monkeypatch):
+    """DeepSpeed sets its function in the interface of the models, where registering again does not undo it."""
+
+    def drops_masks(module, query, key, value, attention_mask, **kwargs):
+        return attention_forward(module, query, key, value, None, **kwargs)
+
+    mapping = AttentionInterface._global_mapping if registered else ALL_ATTENTION_FUNCTIONS._local_mapping
+    around = functools.wraps(attention_forward)(drops_masks) if registered else drops_masks
+    monkeypatch.setitem(mapping, "flashmask", around)
+    with (
+        pytest.raises(RuntimeError, match=r"registered in the wrapper .*\bdrops_masks, as")
+        if registered
+        else contextlib.nullcontext()
+    ):
         flashmask_hf.register()
+    bert = BertModel._from_config(BertConfig(**SIZES), attn_implementation="flashmask")
+    with pytest.raises(NotImplementedError, match=r"the wrapper .*\bdrops_masks may drop them: set sp_size=1"):
+        bert(torch.arange(2, 10)[None])
+    model_pair("llama")[0](torch.arange(2, 10)[None])

@@ -16,7 +16,7 @@ from flashmask_hf.hf.checks.recurrent import is_guarded
 from flashmask_hf.hf.documents import next_flagged
 from flashmask_hf.hf.families import family_of
 from flashmask_hf.hf.keywords import SPLIT_BY_TORCH
-from flashmask_hf.hf.models import is_compiled, is_wrapped, state_of
+from flashmask_hf.hf.models import is_compiled, state_of, wrapper_of
 from flashmask_hf.hf.rules import Rule, Verdict, rule, text_attention
 from flashmask_hf.intervals import outer_rows
 from flashmask_hf.mask import FlashMask
@@ -137,14 +137,15 @@ def _find_splitting_program() -> str | None:
     error=NotImplementedError,
 )  # fmt: skip
 def _keeps_masks(call: Call) -> Verdict | None:
-    if not is_wrapped(call.implementation):
+    wrapper = wrapper_of(call.implementation)
+    if wrapper is None:
         return None
     text = call.config.get_text_config()
     in_mask = family_of(text).window_in_mask and getattr(text, "sliding_window", None)
     in_mask = in_mask or "chunked_attention" in (getattr(text, "layer_types", None) or ())
     return not (in_mask or text is not call.config or call.state.is_bidirectional), (
-        f"{call.name} needs masks of images, chunks, windows or both directions, which sequence parallelism (sp_size) "
-        "drops: it hands positions alone to the attention; set sp_size=1"
+        f"{call.name} needs masks of images, chunks, windows or both directions; the wrapper {wrapper} may drop them: "
+        "set sp_size=1 or remove it"
     )
 
 
