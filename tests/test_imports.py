@@ -223,6 +223,26 @@ def test_the_checker_finds_the_faults_of_a_made_up_tree(
 
 
 @pytest.mark.full
+def test_prefixes_are_shared_without_datasets() -> None:
+    """A plain install beside transformers has neither `datasets` nor TRL, and nor may another program's environment."""
+    program = """
+import sys
+
+sys.modules |= dict.fromkeys(("datasets", "pyarrow", "trl", "accelerate"))
+import flashmask_hf.integrations
+from flashmask_hf.collators import pack_shared
+
+flashmask_hf.share_prefixes
+try:
+    from flashmask_hf.collators import pack_dataset
+except ModuleNotFoundError as error:
+    assert error.name in ("datasets", "pyarrow")
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.full
 def test_the_package_without_transformers_imports_no_compiler() -> None:
     """TorchDynamo takes longer to import than all of the package; a new process has not imported it yet."""
     program = """

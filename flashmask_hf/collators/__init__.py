@@ -16,7 +16,9 @@ Examples are dictionaries. A column that is None counts as absent, and other col
 * a TypeError for an option or a column of another type.
 """
 
-from flashmask_hf.collators.dataset import pack_dataset, packing_efficiency
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
+
 from flashmask_hf.collators.diffusion import DataCollatorForBlockDiffusion, DataCollatorForMaskedDiffusion
 from flashmask_hf.collators.encoders import DataCollatorForPackedEncoders
 from flashmask_hf.collators.forest import Forest
@@ -29,6 +31,10 @@ from flashmask_hf.collators.rope_index import RopeIndex
 from flashmask_hf.collators.shared_rows import SharedRows, gather_logps, pack_shared
 from flashmask_hf.collators.trees import DataCollatorForTrees
 from flashmask_hf.collators.vision import DataCollatorForPackedVisionLanguageModeling
+
+if _TYPE_CHECKING:
+    from flashmask_hf.collators.dataset import pack_dataset as pack_dataset
+    from flashmask_hf.collators.dataset import packing_efficiency as packing_efficiency
 
 __all__ = [
     "DataCollatorForBlockDiffusion",
@@ -51,3 +57,12 @@ __all__ = [
     "packing_efficiency",
     "tree_loss",
 ]
+
+
+def __getattr__(name: str) -> _Any:
+    """Import the functions on datasets, which need the package `datasets`, on first use."""
+    if name not in ("pack_dataset", "packing_efficiency"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from flashmask_hf.collators.dataset import pack_dataset, packing_efficiency
+
+    return pack_dataset if name == "pack_dataset" else packing_efficiency

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
-from datasets import Dataset
 from numpy.typing import NDArray
 
 from flashmask_hf.collators.bins import best_fit_decreasing
@@ -22,6 +20,10 @@ from flashmask_hf.collators.forest import Forest
 from flashmask_hf.collators.prefixes import cut_tries, share_prefixes
 from flashmask_hf.collators.trees import learn_once
 from flashmask_hf.names import IGNORED, LABEL_WEIGHTS
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from datasets import Dataset
 
 _COLUMNS = ("input_ids", LABEL_WEIGHTS, "seq_lengths", "example_lengths")
 
@@ -48,6 +50,8 @@ def _unique(column: NDArray[np.int64]) -> Any:
 
 
 def _hash_prefixes(table: pa.Table) -> pa.Table:
+    import pyarrow as pa
+
     hashes = np.zeros((len(table), len(_EDGES)), dtype=np.int64)  # 0: the example is shorter
     for own, cell in zip(hashes, table["input_ids"], strict=True):
         values, state, start = getattr(cell, "values", None), blake2b(digest_size=8), 0
