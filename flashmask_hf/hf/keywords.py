@@ -16,6 +16,7 @@ from flashmask_hf.names import (
     PACKED_REAL,
     PAIR_WEIGHTS,
     QK,
+    SHIFT_LABEL_WEIGHTS,
     VECTORS,
 )
 
@@ -78,7 +79,7 @@ def check_keywords(kwargs: dict[str, Any], implementation: str) -> None:
                 f"{name} changes the result of attention and is not implemented by {asked}; "
                 + _WAYS_OUT[name].format(name)
             )
-        if name in (LABEL_WEIGHTS, PAIR_WEIGHTS):
+        if name in (LABEL_WEIGHTS, SHIFT_LABEL_WEIGHTS, PAIR_WEIGHTS):
             way = "train with PackedSFTTrainer or SharedQuestionDPOTrainer, or remove the weights from the dataset"
             raise NotImplementedError(f"{name} of the batch would not weigh this trainer's loss; {way}")
         if name in _SPARSE:

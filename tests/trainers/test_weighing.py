@@ -219,9 +219,12 @@ def test_older_versions_of_trl_are_refused(monkeypatch):
 
 
 def test_other_trainers_raise_for_weights():
-    """They would train without them."""
-    with pytest.raises(NotImplementedError, match=r"label_weights of the batch .*; train with PackedSFTTrainer or"):
-        model_of("flashmask")(**batch_of(weight=PER_EXAMPLE), use_cache=False)
+    """They would train without them, in shards (`RowSplit.shard`) too."""
+    batch = batch_of(weight=PER_EXAMPLE)
+    weights = batch.pop("label_weights")
+    for name in ("label_weights", "shift_label_weights"):
+        with pytest.raises(NotImplementedError, match=rf"^{name} of the batch .*; train with PackedSFTTrainer or"):
+            model_of("flashmask")(**batch, **{name: weights}, use_cache=False)
 
 
 def test_a_mean_over_examples_needs_rows_that_the_trainer_packs(tmp_path):
