@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from accelerate.utils import compare_versions
 from transformers import PreTrainedModel
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
@@ -39,7 +40,7 @@ class PackedDiffusionTrainer(PackedSFTTrainer):
         TypeError: `args` or `data_collator` has the wrong type.
         ValueError: the model has attention code of its own (remote code: LLaDA, Dream), another attention, no embedding
             of the mask token, or, for whole documents, causal sliding windows; an option changes the loss, reads
-            logits, packs in TRL, or splits rows over ranks; or as in `PackedSFTTrainer`.
+            logits, packs in TRL, or splits rows over ranks; TRL is older than 1.15; or as in `PackedSFTTrainer`.
 
     Example:
         ```python
@@ -62,13 +63,17 @@ class PackedDiffusionTrainer(PackedSFTTrainer):
         *given: Any,
         **kwargs: Any,
     ):
+        if compare_versions("trl", "<", "1.15"):
+            raise ValueError("PackedDiffusionTrainer needs the fused head of trl>=1.15; install it")
         if not isinstance(data_collator, DataCollatorForMaskedDiffusion):
             raise TypeError(
                 "data_collator must be a DataCollatorForBlockDiffusion or a DataCollatorForMaskedDiffusion, which "
                 f"noises tokens, got {type(data_collator).__name__}"
             )
-        if args is not None:
+        if isinstance(args, SFTConfig):
             _refuse_options(args)
+            if data_collator.pad_to_multiple_of is None and isinstance(args.pad_to_multiple_of, int):
+                data_collator = replace(data_collator, pad_to_multiple_of=args.pad_to_multiple_of)
         for name in ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics", "share_prefixes"):
             if kwargs.get(name):
                 raise ValueError(f"{name} is not supported: this trainer computes its loss from noised tokens' logits")

@@ -259,7 +259,10 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
         # Trainer counts every pad token as padding, even a document's eos token.
         if VECTORS in inputs:
             inputs = inputs | {"attention_mask": inputs[VECTORS][:, 0, :, 0] > 0}
+        before = self.state.num_input_tokens_seen
         super()._track_num_input_tokens(inputs)
+        seen = self.state.num_input_tokens_seen - before
+        self.state.num_input_tokens_seen = before + seen // self._rows_per_token
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Compute TRL's loss, and record the batch's tokens, visible keys and mask sparsity."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import compare_versions
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast, TrainingArguments
 
@@ -23,6 +24,9 @@ TRAINER_WARNINGS = [
     pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning"),
 ]
 """Marks of tests that train: they ignore the warnings of TRL, PEFT and torch themselves."""
+
+FUSED_HEAD = pytest.mark.skipif(compare_versions("trl", "<", "1.15"), reason="needs the fused head of trl>=1.15")
+"""Mark of tests of trainers that TRL 1.14 cannot run."""
 
 
 def llama_config(**changes: Any) -> LlamaConfig:

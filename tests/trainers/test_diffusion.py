@@ -9,17 +9,17 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from tools.tiny import TRAINER_WARNINGS, llama_config, trainer_settings, word_tokenizer
+from tools.tiny import FUSED_HEAD, TRAINER_WARNINGS, llama_config, trainer_settings, word_tokenizer
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, TrainingArguments
 from trl import SFTConfig
 
 from flashmask_hf.collators import DataCollatorForBlockDiffusion, DataCollatorForMaskedDiffusion
 from flashmask_hf.names import VECTORS
 from flashmask_hf.trainers import PackedDiffusionTrainer
 
-pytestmark = TRAINER_WARNINGS
+pytestmark = [*TRAINER_WARNINGS, FUSED_HEAD]
 
 MASK = 63
 
@@ -162,6 +162,14 @@ def test_predictions_are_of_packed_rows(tmp_path: Any) -> None:
     assert predicted.metrics["test_loss"] == trainer.evaluate()["eval_loss"]
 
 
+def test_rows_are_padded_and_counted_by_options_of_the_arguments(tmp_path: Any) -> None:
+    options = {"pad_to_multiple_of": 24, "include_num_input_tokens_seen": "all"}
+    trainer = build(tmp_path, block_collator(copies=3), **options)
+    trainer.train()
+    logged = next(entry for entry in trainer.state.log_history if "loss" in entry)
+    assert logged["num_input_tokens_seen"] == 24 * math.ceil(logged["num_tokens"] / 24) > logged["num_tokens"]
+
+
 class OwnAttention(PreTrainedModel):
     """A model that calls SDPA itself, as the remote code of LLaDA does."""
 
@@ -186,6 +194,14 @@ def test_windows_of_whole_documents_have_two_sides(tmp_path: Any) -> None:
     hidden.last_hidden_state[0, 8].sum().backward()
     assert inputs.grad is not None
     assert inputs.grad[0].any(-1).nonzero()[:, 0].tolist() == [*range(4, 13)]  # 2 per side and layer
+
+
+def test_older_versions_of_trl_and_other_arguments_are_refused(tmp_path: Any, monkeypatch: Any) -> None:
+    with pytest.raises(TypeError, match="args must be a SFTConfig, got TrainingArguments"):
+        PackedDiffusionTrainer(tiny_model(), TrainingArguments(tmp_path), block_collator(), make_examples())  # type: ignore[arg-type]
+    monkeypatch.setattr("flashmask_hf.trainers.diffusion.compare_versions", lambda *_: True)
+    with pytest.raises(ValueError, match=r"needs the fused head of trl>=1\.15; install it"):
+        build(tmp_path, block_collator())
 
 
 def test_a_mask_token_without_embedding_is_refused(tmp_path: Any) -> None:

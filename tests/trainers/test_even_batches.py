@@ -15,7 +15,7 @@ from datasets.distributed import split_dataset_by_node
 from tools.documents import SAME
 from tools.even_batches_cases import CASES
 from tools.processes import run_cases
-from tools.tiny import TRAINER_WARNINGS
+from tools.tiny import FUSED_HEAD, TRAINER_WARNINGS
 from torch.utils.data import BatchSampler
 
 from flashmask_hf.names import IGNORED
@@ -66,6 +66,7 @@ def test_a_stream_of_pairs_trains_on_several_processes(found, name):
     assert (outcome["loss"], outcome["eval_loss"]) == (6, 2)
 
 
+@FUSED_HEAD
 @pytest.mark.full
 def test_diffusion_on_several_processes_divides_by_all_labels(found):
     want, got = result(found, 1, "diffusion"), result(found, 2, "diffusion")
