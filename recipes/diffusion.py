@@ -87,10 +87,14 @@ def load_tokenizer(model: str, args: Any) -> Any:
 
 def make_collator(flags: RecipeArguments, mask_token_id: int) -> DataCollatorForMaskedDiffusion:
     weight: Any = flags.loss_weight
+    blocks: Any = {"copies": flags.copies, "complementary": flags.complementary, "per": flags.noise_per}
     try:
         if not flags.block_size:
+            if blocks != {"copies": 1, "complementary": False, "per": "document"}:
+                raise common.FlagError(
+                    "--copies, --complementary and --noise_per need blocks; set --block_size, say 32"
+                )
             return DataCollatorForMaskedDiffusion(mask_token_id=mask_token_id, weight=weight)
-        blocks: Any = {"copies": flags.copies, "complementary": flags.complementary, "per": flags.noise_per}
         size = flags.block_size
         return DataCollatorForBlockDiffusion(mask_token_id=mask_token_id, weight=weight, block_size=size, **blocks)
     except ValueError as error:

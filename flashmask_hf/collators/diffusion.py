@@ -142,7 +142,7 @@ class DataCollatorForBlockDiffusion(DataCollatorForMaskedDiffusion):
         block_size: tokens per block; a document's last block may be shorter.
         copies: noisy copies per document; the loss is their mean.
         complementary: whether every second copy noises what the copy before leaves (Fast-dLLM v2). `copies` must be
-            even, and levels end at 1 - `levels[0]`.
+            even, `levels[0]` at most 0.5, and levels end at 1 - `levels[0]`.
         per: whether each "document" or each "block" (BD3LM) draws a noise level.
 
     Returns:
@@ -173,8 +173,11 @@ class DataCollatorForBlockDiffusion(DataCollatorForMaskedDiffusion):
             raise ValueError(f"per must be 'document' or 'block', got {self.per!r}")
         if self.complementary and self.copies % 2:
             raise ValueError(f"complementary needs an even number of copies, got copies={self.copies}; set copies=2")
-        if self.complementary and self.levels[1] > 1 - self.levels[0]:
-            self.levels = (self.levels[0], max(self.levels[0], 1 - self.levels[0]))
+        if self.complementary:
+            low, high = self.levels
+            if low > 0.5:
+                raise ValueError(f"complementary needs levels[0] <= 0.5, as levels end at 1 - levels[0], got {low}")
+            self.levels = (low, min(high, 1 - low))
         if self.shift:
             raise ValueError("shift is for whole documents: the token before a block has no noisy row; leave it out")
 

@@ -250,6 +250,11 @@ def test_a_causal_loss_on_a_diffusion_batch_is_refused() -> None:
         ({"block_size": 0}, ValueError, "block_size must be at least 1"),
         ({"mask_token_id": None}, TypeError, "mask_token_id"),
         ({"copies": 3, "complementary": True}, ValueError, "even number of copies, got copies=3"),
+        (
+            {"levels": (0.8, 1.0), "copies": 2, "complementary": True},
+            ValueError,
+            r"needs levels\[0\] <= 0.5, .*, got 0.8",
+        ),
         ({"per": "token"}, ValueError, "per must be 'document' or 'block'"),
         ({"weight": "t"}, ValueError, "weight must be '1/t' or 'uniform'"),
         ({"levels": (0.0, 1.0)}, ValueError, "levels must be 0 < low <= high <= 1"),

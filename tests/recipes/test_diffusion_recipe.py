@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from tools.recipes import QUICK, launch, logged, run
-from tools.tiny import TRAINER_WARNINGS
+from tools.tiny import FUSED_HEAD, TRAINER_WARNINGS
 
 import common  # isort: skip
 import diffusion  # isort: skip
 
-pytestmark = TRAINER_WARNINGS
+pytestmark = [*TRAINER_WARNINGS, FUSED_HEAD]
 
 
 @pytest.mark.full
@@ -64,3 +64,6 @@ def test_a_model_without_an_embedding_for_the_mask_token_is_refused(tmp_path):
 def test_wrong_flags_are_refused(tmp_path):
     with pytest.raises(common.FlagError, match="even number of copies"):
         diffusion.main(["--output_dir", str(tmp_path), "--use_cpu", "--complementary"])
+    for flag in ({"copies": 2}, {"complementary": True}, {"noise_per": "block"}):
+        with pytest.raises(common.FlagError, match="--copies, --complementary and --noise_per need blocks"):
+            diffusion.make_collator(diffusion.RecipeArguments(block_size=0, **flag), 9)
