@@ -100,7 +100,7 @@ def pack_dataset(
         ValueError: an argument is out of range; the dataset is empty, already packed, has a transform, or has no
             labels; or an example is empty, too long or padded, has an empty completion, negative token ids, or columns
             of different lengths, or, in a stream, lacks a column of the first one. With weights or `share_prefixes`,
-            also for labels other than the token or -100; with `share_prefixes` for `split` and `token_type_ids`.
+            also for labels other than the token or -100, and for `token_type_ids`; with `share_prefixes` for `split`.
 
     Example:
         >>> dataset = Dataset.from_dict({"input_ids": [[1, 2, 3], [4, 5], [6], [7, 8]]})
@@ -144,9 +144,13 @@ def pack_dataset(
         raise ValueError(f"dataset has no input_ids column; tokenize it first. Its columns: {', '.join(first)}")
     _refuse_packed(first, "dataset")
     warn_of_weights(first, "dataset", read=WEIGHT)
-    if share_prefixes and first.get("token_type_ids") is not None:
-        problem = "the column token_type_ids may differ in a shared prefix; remove it, or leave share_prefixes out"
-        raise ValueError(f"share_prefixes=True: {problem}")
+    if first.get("token_type_ids") is not None:
+        if share_prefixes:
+            problem = "the column token_type_ids may differ in a shared prefix; remove it, or leave share_prefixes out"
+            raise ValueError(f"share_prefixes=True: {problem}")
+        if loss_mean == "example" or first.get(WEIGHT) is not None:
+            name = "the column weight" if loss_mean == "token" else "loss_mean='example'"
+            raise ValueError(f"rows with weights have no token_type_ids; remove that column, or leave {name} out")
     streamed = isinstance(dataset, IterableDataset)
     nullable = _GIVEN if streamed else (WEIGHT,)
     given = [name for name in _GIVEN if name in first and not (name in nullable and first[name] is None)]

@@ -141,6 +141,16 @@ def test_wrong_weights_name_their_example(name):
             list(pack_dataset(source, 4))
 
 
+@pytest.mark.parametrize(
+    ("columns", "options", "name"),
+    [({"weight": [1, 2]}, {}, "the column weight"), ({}, {"loss_mean": "example"}, "loss_mean='example'")],
+)
+def test_token_types_have_no_place_in_rows_with_weights(columns, options, name):
+    source = dataset([3, 2], token_type_ids=[[0, 1, 1], [0, 1]], **columns)
+    with pytest.raises(ValueError, match=f"have no token_type_ids; remove that column, or leave {name} out"):
+        pack_dataset(source, 4, **options)
+
+
 def test_labels_other_than_the_token_have_no_weights():
     rows = Dataset.from_dict({"input_ids": [[5, 6], [5, 6]], "labels": [[5, 6], [5, 7]], "weight": [1, 1]})
     with pytest.raises(ValueError, match="label 1 of example 1 is neither its token nor -100, which weights and"):
