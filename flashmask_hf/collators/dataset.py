@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from flashmask_hf._numbers import as_integer, check_bool
 from flashmask_hf.collators.bins import best_fit_decreasing
 from flashmask_hf.collators.documents import is_packed, pieces, read_documents, unread_documents
-from flashmask_hf.collators.labels import LABEL_COLUMNS, WEIGHT, has_labels, read_labels, read_weights
+from flashmask_hf.collators.labels import LABEL_COLUMNS, NO_WEIGHT, WEIGHT, has_labels, read_labels, read_weights
 from flashmask_hf.collators.packing import as_count, check_size, check_truncation_mode
 from flashmask_hf.collators.tries import learned_tokens, order_by_prefixes, pack_shared_rows
 from flashmask_hf.names import IGNORED, LABEL_WEIGHTS
@@ -224,7 +224,7 @@ def refuse_transform(dataset: Any, name: str) -> None:
 
 
 def warn_of_weights(example: Mapping[str, Any], name: str, read: str | None = None) -> None:
-    """Warn of weights in a dataset's first example that nothing reads: all except the column `read`."""
+    """Warn of weights in a dataset's first example: nothing reads them, except the column `read`."""
     weights = [column for column in example if _WEIGHTS.fullmatch(column) and column != read]
     for column, value in example.items():
         turn = value[0] if isinstance(value, list) and value else None
@@ -233,6 +233,8 @@ def warn_of_weights(example: Mapping[str, Any], name: str, read: str | None = No
     if weights:
         way = f"Name it {read}" if read else "Repeat or leave out examples"
         _warn(f"{name} has {', '.join(weights)}, which nothing reads. {way}, give turns labels of -100, or remove it.")
+    if read and example.get(read) is not None:
+        _warn(f"{name} has {read}, which multiplies its losses; {NO_WEIGHT}")
 
 
 def _warn_of_losses(lengths: NDArray[np.int64], max_length: int, mode: str, count: int, packed: int) -> None:

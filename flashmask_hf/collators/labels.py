@@ -19,6 +19,9 @@ LABEL_COLUMNS = ("labels", *MASK_COLUMNS)
 WEIGHT = "weight"
 """Column with the weight of an example, or one weight per token."""
 
+NO_WEIGHT = "rename or remove the column if it is no weight of the loss"
+"""Way out of errors for other columns of this name."""
+
 _MAX_WEIGHT = 1e20
 """Largest absolute value: float32 holds the sum of 10**18 of them."""
 
@@ -58,7 +61,9 @@ def read_weights(value: Any, labels: NDArray[Any], name: str) -> tuple[NDArray[A
     except (TypeError, ValueError, RuntimeError):  # ragged lists, and tensors that NumPy cannot hold
         given = np.array(None)
     if given.ndim > 1 or given.dtype.kind not in "iuf":
-        raise TypeError(f"weight of {name} must be a number, or one number per token, got {value!r:.60}; correct it")
+        raise TypeError(
+            f"weight of {name} must be a number, or one number per token, got {value!r:.50}; correct it, or {NO_WEIGHT}"
+        )
     if given.ndim and len(given) != len(labels):
         problem = f"weight of {name} has {len(given)} entries, but its input_ids have {len(labels)}"
         raise ValueError(f"{problem}; give one number per token, or one number")

@@ -15,7 +15,7 @@ from flashmask_hf.collators.answers import first_equals, read_answers
 from flashmask_hf.collators.columns import all_have, as_number, example_names
 from flashmask_hf.collators.forest import Forest
 from flashmask_hf.collators.images import TOKEN_TYPES, add_image_tokens
-from flashmask_hf.collators.labels import WEIGHT
+from flashmask_hf.collators.labels import NO_WEIGHT, WEIGHT
 from flashmask_hf.collators.packing import PackingCollator, as_count, check_truncation_mode
 from flashmask_hf.collators.rope_index import RopeIndex
 from flashmask_hf.names import PAIR_WEIGHTS
@@ -190,7 +190,10 @@ def _weight(example: Mapping[str, Any], name: str) -> float | None:
     """Return an example's weight or None; raise for a negative one."""
     if example.get(WEIGHT) is None:
         return None
-    weight = as_number(example[WEIGHT], f"weight of {name}")
+    try:
+        weight = as_number(example[WEIGHT], f"weight of {name}")
+    except TypeError as error:
+        raise TypeError(f"{error}; correct it, or {NO_WEIGHT}") from None
     if weight < 0:
         raise ValueError(f"weight of {name} must be at least 0, got {weight:g}; swap its answers, or remove it")
     return weight

@@ -413,6 +413,12 @@ def test_columns_that_the_format_hides_are_not_read():
     ]
 
 
+def test_a_column_that_multiplies_losses_is_named(caplog):
+    pack_dataset(dataset([3, 2], weight=[80, 90]), 4)
+    problem = "dataset has weight, which multiplies its losses; rename or remove the column if it is no weight of the"
+    assert caplog.messages == [f"{problem} loss"]
+
+
 @pytest.mark.parametrize("split", [False, True])
 def test_rows_from_the_cache_are_counted_too(split, tmp_path, caplog):
     """The first run made them in another process, or on another day."""
@@ -443,7 +449,7 @@ def test_weights_that_nothing_reads_are_named(column, streamed, caplog):
     (record,) = caplog.records
     assert record.message.startswith(f"dataset has {column}, which nothing reads. Name it weight, give turns labels")
     caplog.clear()
-    pack_dataset(dataset([3, 2], weighted=[1, 2], weight_kg=[80, 90]), 4)
+    pack_dataset(dataset([3, 2], weighted=[1, 2], weight_kg=[80, 90], weight=[None, None]), 4)
     assert not caplog.records
     turns = [[{"role": "user", "content": "a", "weight": 0}]] * 2
     pack_dataset(dataset([3, 2], messages=turns), 4)

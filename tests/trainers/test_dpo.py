@@ -494,6 +494,8 @@ def test_wrong_weights_of_pairs_raise(model_path, tokenizer, tmp_path, monkeypat
     pair = {"prompt_ids": [5], "chosen_ids": [6], "rejected_ids": [7]}
     with pytest.raises(ValueError, match="example 1 has no weight, but example 0 has"):
         DataCollatorForSharedQuestion()([pair | {"weight": 1}, pair])
+    with pytest.raises(TypeError, match="weight of example 0 must be a number, got '80 kg'; correct it, or rename"):
+        DataCollatorForSharedQuestion()([pair | {"weight": "80 kg"}])
     for name in ("aot", "aot_unpaired", "sft"):
         options = {"data": weighed_rows(), "loss_type": ["sigmoid", name]}
         with pytest.raises(ValueError, match=f"loss_type='{name}' is no mean over pairs, .*; remove the column weight"):
