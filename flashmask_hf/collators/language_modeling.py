@@ -30,8 +30,9 @@ class DataCollatorForPackedLanguageModeling(PackingCollator):
     * the `input_ids` of the tokens that `assistant_masks` and `completion_mask` select (0 or 1 per token);
     * all `input_ids`, with a warning, once, because a trainer may have removed the masks.
 
-    A `weight`, a number or a sequence of one per token, is a factor of their losses in `PackedSFTTrainer`; other
-    trainers raise. It may be negative; 0 makes no label.
+    A `weight`, a number or a sequence of one per token, is a factor of their losses in `PackedSFTTrainer`. Other
+    trainers raise, unless they remove the column before, as `Trainer` does with `remove_unused_columns`. A weight may
+    be negative; 0 makes no label.
 
     The first token of a document is never a label. A warning, once, counts the examples of a batch without a label.
 

@@ -151,7 +151,9 @@ def read_shared_row(example: Mapping[str, Any], name: str) -> tuple[Forest, NDAr
     *segments, parents = (as_integers(part, f"input_ids of {name}") for part in example["input_ids"][:-1])
     if example.get(LABEL_WEIGHTS) is None:
         problem = f"{name} has no {LABEL_WEIGHTS}, which a trainer may have removed"
-        raise ValueError(f"{problem}; use PackedSFTTrainer, or set remove_unused_columns=False")
+        raise ValueError(
+            f"{problem}; use PackedSFTTrainer, or pack without the column weight, loss_mean and share_prefixes"
+        )
     weights = [np.asarray(part, dtype=np.float32) for part in example[LABEL_WEIGHTS][:-1]]
     if [len(own) for own in weights] != [len(own) for own in segments]:
         raise ValueError(f"{LABEL_WEIGHTS} of {name} must have the layout of its input_ids; do not cut packed rows")

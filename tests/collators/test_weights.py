@@ -93,7 +93,7 @@ def test_tokens_of_weight_0_are_not_learned(loss_mean, caplog):
     source = Dataset.from_list([example, {"input_ids": [9, 9], "weight": [0.0, 0.0]}])
     rows = pack_dataset(source, 6, loss_mean=loss_mean)
     assert rows["seq_lengths"][:] == [[4]]
-    assert caplog.messages == ["left out 1 of 2 documents, which have nothing to learn"]
+    assert caplog.messages[1:] == ["left out 1 of 2 documents, which have nothing to learn"]
     packed = DataCollatorForPackedLanguageModeling()(list(rows))
     for batch, scale in ((flat, 1), (packed, 2 if loss_mean == "example" else 1)):
         assert batch["labels"].tolist() == [[-100, 6, -100, 8]]
@@ -108,7 +108,7 @@ def test_weights_are_cut_with_their_tokens():
 
 
 WRONG = {
-    "text": ("0.5", TypeError, "must be a number, or one number per token, got '0.5'; correct it"),
+    "text": ("0.5", TypeError, "must be a number, or one number per token, got '0.5'; correct it, or rename"),
     "missing": (None, ValueError, "lacks weight, unlike other examples; give it to all examples, or to none"),
     "boolean": (True, TypeError, "must be a number, or one number per token, got True"),
     "a missing number": ([1.0, None, 2.0], TypeError, "must be a number, or one number per token"),
@@ -149,6 +149,14 @@ def test_token_types_have_no_place_in_rows_with_weights(columns, options, name):
     source = dataset([3, 2], token_type_ids=[[0, 1, 1], [0, 1]], **columns)
     with pytest.raises(ValueError, match=f"have no token_type_ids; remove that column, or leave {name} out"):
         pack_dataset(source, 4, **options)
+
+
+def test_rows_whose_weights_a_trainer_has_removed_are_refused():
+    row = pack_dataset(dataset([3, 2], weight=[1, 2]), 5).remove_columns("label_weights")[0]
+    with pytest.raises(
+        ValueError, match="use PackedSFTTrainer, or pack without the column weight, loss_mean and share"
+    ):
+        DataCollatorForPackedLanguageModeling()([row])
 
 
 def test_labels_other_than_the_token_have_no_weights():
