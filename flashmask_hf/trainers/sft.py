@@ -96,8 +96,8 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
             with context parallelism, there are images, TRL packs, the attention is not "flashmask", layers are
             recurrent, or labels are smoothed; or, with `share_prefixes`, there are images, TRL packs, examples are
             split, or the loss is not TRL's plain one. In the first step: some layers do not receive the mask, or
-            prefixes are shared by recurrent layers or an auxiliary loss of experts. In a worker: a row with images is
-            longer than computed.
+            prefixes are shared by recurrent layers, compiled windows or an auxiliary loss of experts. In a worker: a
+            row with images is longer than computed.
 
     Example:
         ```python

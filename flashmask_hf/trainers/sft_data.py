@@ -73,8 +73,16 @@ def check_sharing(trainer: Any) -> None:
     """Check a trainer before it trains on shared prefixes; warn of dropout, which draws once for a shared token.
 
     Raises:
-        ValueError: it learns the auxiliary loss of a mixture of experts, which counts tokens.
+        ValueError: it learns the auxiliary loss of a mixture of experts, which counts tokens, or compiles sliding
+            windows shorter than `max_length`, which cut trees.
     """
+    args, config = trainer.args, trainer.model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    slides = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
+    longest = args.max_length or math.inf
+    if args.torch_compile and window and slides and window < longest:
+        problem = f"shared prefixes are not compiled for sliding_window={window}, shorter than max_length={longest}"
+        raise ValueError(f"{problem}; set torch_compile=False, share_prefixes=False, or max_length={window}")
     if trainer.aux_loss_enabled:
         problem = "the auxiliary loss of a mixture of experts would count a token once that several examples share"
         raise ValueError(f"{problem}; set output_router_logits=False in the model's config, or share_prefixes=False")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from trl import SFTConfig, SFTTrainer
 
 from flashmask_hf.collators import pack_dataset
 from flashmask_hf.names import IGNORED
-from flashmask_hf.trainers import PackedSFTTrainer
+from flashmask_hf.trainers import PackedSFTTrainer, sft_data
 
 pytestmark = TRAINER_WARNINGS
 
@@ -266,6 +267,15 @@ def test_models_that_cannot_share_raise_in_the_first_step(tmp_path):
     )
     with pytest.raises(ValueError, match="recurrent or convolutional layers"):
         first_step(recurrent, tmp_path)
+
+
+def test_compiled_windows_that_may_cut_shared_prefixes_raise():
+    trainer = SimpleNamespace(model=model_of("mistral", "flashmask"), aux_loss_enabled=False)
+    trainer.args = SimpleNamespace(torch_compile=True, max_length=17)
+    with pytest.raises(ValueError, match=r"sliding_window=16, shorter than max_length=17; set torch_compile=False, "):
+        sft_data.check_sharing(trainer)
+    trainer.args.max_length = 16
+    sft_data.check_sharing(trainer)
 
 
 def test_dropout_warns(tmp_path, caplog):
