@@ -39,14 +39,20 @@ def order_by_prefixes(dataset: Dataset, num_proc: int | None) -> NDArray[np.int6
     options: dict[str, Any] = {"batched": True, "num_proc": num_proc, "desc": "Sorting by prefixes"}
     columns = dataset.select_columns("input_ids").with_format("arrow")
     hashed: Any = columns.map(_hash_prefixes, remove_columns=["input_ids"], **options)
-    table = hashed.with_format("arrow")[:]
-    hashes = table["hashes"].combine_chunks().flatten().to_numpy().reshape(len(dataset), len(_EDGES))
-    ranks = [firsts[groups] for _, firsts, groups in (_unique(column) for column in hashes.T)]
-    return np.lexsort(ranks[::-1])
+    chunks = hashed.with_format("arrow")[:]["hashes"].chunks  # of a file, which memory need not hold
+    return _order([chunk.flatten().to_numpy().reshape(len(chunk), len(_EDGES)) for chunk in chunks])
 
 
-def _unique(column: NDArray[np.int64]) -> Any:
-    return np.unique(column, return_index=True, return_inverse=True)
+def _order(chunks: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """Return the order of examples by their hashes, int64 [examples, edges] in chunks, in memory for one edge."""
+    ranks = np.zeros(sum(map(len, chunks)), dtype=np.int64)
+    for level in range(len(_EDGES)):
+        column = np.concatenate([chunk[:, level] for chunk in chunks])
+        if not column.any():  # all examples are shorter
+            break
+        _, firsts, groups = np.unique(column, return_index=True, return_inverse=True)
+        _, ranks = np.unique(ranks * len(ranks) + firsts[groups], return_inverse=True)
+    return np.argsort(ranks, kind="stable")
 
 
 def _hash_prefixes(table: pa.Table) -> pa.Table:

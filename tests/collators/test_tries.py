@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from itertools import chain
 
 import numpy as np
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from flashmask_hf.collators import DataCollatorForPackedEncoders, DataCollatorForPackedLanguageModeling, pack_dataset
 from flashmask_hf.collators.prefixes import cut_tries, share_prefixes
 from flashmask_hf.collators.trees import learn_once
-from flashmask_hf.collators.tries import order_by_prefixes, pack_shared_rows
+from flashmask_hf.collators.tries import _EDGES, _order, order_by_prefixes, pack_shared_rows
 from flashmask_hf.names import EXAMPLE_TOKENS, IGNORED, LABEL_WEIGHTS, VECTORS
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=7)
@@ -128,6 +129,18 @@ def test_a_dataset_is_grouped_by_prefixes_in_the_order_of_its_first_examples():
     assert sorted(order) == list(range(len(rows)))
     assert list(dict.fromkeys(ordered)) == list(dict.fromkeys(tuple(row[:24]) for row in rows))
     assert ordered == sorted(ordered, key=list(dict.fromkeys(ordered)).index)
+
+
+def test_examples_are_ordered_edge_by_edge_in_little_memory():
+    draw = np.random.default_rng(0)
+    hashes = draw.integers(1, 6, (4000, len(_EDGES))) * (np.arange(len(_EDGES)) < draw.integers(0, 16, (4000, 1)))
+    tracemalloc.start()
+    order = _order([hashes[:1000], hashes[1000:]])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    firsts = [np.unique(column, return_index=True, return_inverse=True)[1:] for column in hashes.T]
+    assert np.array_equal(order, np.lexsort([first[groups] for first, groups in firsts][::-1]))
+    assert peak < 120 * len(hashes)
 
 
 def test_a_shuffled_dataset_shares_as_much_in_small_batches():
