@@ -25,7 +25,7 @@ _WORD = 0xFFFFFFFF
 
 def threshold_of(dropout: float) -> int:
     """Return the least word that keeps a pair; even, as Triton compiles 1 anew."""
-    return 2 * round(dropout * 2**31)
+    return min(2 * round(dropout * 2**31), 2**32 - 2)
 
 
 def draw_seed(x: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from flashmask_hf import FlashMask, flashmask_attention, keep_attention, masks
 from flashmask_hf._call import call
 from flashmask_hf._call.arguments import Arguments
 from flashmask_hf._call.implementations import Request, choose
-from flashmask_hf.dropout import dropout_pattern, shard_seed
+from flashmask_hf.dropout import dropout_pattern, shard_seed, threshold_of
 
 CPU, INTERPRETER, GPU = (torch.float32,), (torch.float32,), (torch.bfloat16, torch.float32)
 LANES = lanes(CPU, INTERPRETER, GPU)
@@ -95,6 +95,16 @@ def test_every_implementation_drops_the_same_pairs(lane: Lane, heads: tuple[int,
         out = flashmask_attention(q, k, v, mask, dropout=0.4, dropout_seed=seed, impl=lane.impl)
         kept = dropout_pattern(0.4, seed, 2, n_heads, 70, 64)
         assert torch.equal(out > 0, kept & mask.to_dense(70)[:, :1])
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_the_greatest_dropout(lane: Lane) -> None:
+    """Its threshold fits 32 bits; no word of this seed is as great."""
+    assert threshold_of(1 - 2**-53) == threshold_of(1 - 2**-32) == 2**32 - 2
+    inputs = attention_inputs(lane, 1, 1, 1, 16, 16, 16)
+    mask = masks.causal(16, device=lane.device)
+    out = flashmask_attention(*inputs, mask, dropout=1 - 2**-53, dropout_seed=seed_of(5, lane.device), impl=lane.impl)
+    assert not out.any()
 
 
 def test_the_words_of_philox() -> None:
