@@ -148,10 +148,11 @@ def pack_shared(
     chosen = real & ~first & (wanted != 0)
     before = index.ravel()[np.flatnonzero(chosen) - 1]
     own = chosen[:, unscored:]
-    tensors = (torch.from_numpy(x).to(input_ids.device) for x in (own, np.flatnonzero(own), before, ids[chosen]))
+    arrays = (own, np.flatnonzero(own), before, ids[chosen])
+    scored, places, predictors, labels = (torch.from_numpy(x).to(input_ids.device) for x in arrays)
     saved = 1 - sum(len(forest.tokens) for forest in rows.forests) / int(real.sum())
     packed = {name: x.to(input_ids.device) for name, x in rows.batch().items()}
-    return SharedRows(packed, *tensors, saved)
+    return SharedRows(packed, scored, places, predictors, labels, saved)
 
 
 def gather_logps(
