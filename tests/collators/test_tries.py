@@ -229,7 +229,9 @@ def test_other_collators_and_removed_weights_raise():
     row = pack_dataset(Dataset.from_dict({"input_ids": [[1, 2], [1, 3]]}), 8, share_prefixes=True)[0]
     with pytest.raises(ValueError, match="token ids must not be negative"):
         DataCollatorForPackedEncoders()([row])
-    with pytest.raises(ValueError, match=r"has no label_weights.*remove_unused_columns=False"):
+    with pytest.raises(
+        ValueError, match=r"has no label_weights.*use PackedSFTTrainer, or pack without the column weight"
+    ):
         DataCollatorForPackedLanguageModeling()([{"input_ids": row["input_ids"]}])
     with pytest.raises(ValueError, match="layout of its input_ids"):
         DataCollatorForPackedLanguageModeling()([row | {LABEL_WEIGHTS: row[LABEL_WEIGHTS][1:]}])

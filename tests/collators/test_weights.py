@@ -151,14 +151,6 @@ def test_token_types_have_no_place_in_rows_with_weights(columns, options, name):
         pack_dataset(source, 4, **options)
 
 
-def test_rows_whose_weights_a_trainer_has_removed_are_refused():
-    row = pack_dataset(dataset([3, 2], weight=[1, 2]), 5).remove_columns("label_weights")[0]
-    with pytest.raises(
-        ValueError, match="use PackedSFTTrainer, or pack without the column weight, loss_mean and share"
-    ):
-        DataCollatorForPackedLanguageModeling()([row])
-
-
 def test_labels_other_than_the_token_have_no_weights():
     rows = Dataset.from_dict({"input_ids": [[5, 6], [5, 6]], "labels": [[5, 6], [5, 7]], "weight": [1, 1]})
     with pytest.raises(ValueError, match="label 1 of example 1 is neither its token nor -100, which weights and"):
