@@ -57,7 +57,8 @@ def _print_versions() -> None:
     _print("Python", platform.python_version())
     triton = importlib.import_module("triton").__version__ if torch_internals.HAS_TRITON else "not installed"
     _print("triton", triton)  # which may be distributed under another name
-    for name in ("torch", "transformers", "trl", "peft", "accelerate", "datasets"):
+    _print("torch", torch.__version__)  # with its build, which the distribution's version may lack
+    for name in ("transformers", "trl", "peft", "accelerate", "datasets"):
         try:
             _print(name, importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:

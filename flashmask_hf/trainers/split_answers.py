@@ -1,7 +1,7 @@
 """Rows of questions with answers, split over ranks: the model's outputs of the whole batch on every rank.
 
 A rank computes the outputs of the answers' tokens that its shard predicts. They take their places among zeros, which
-the ranks sum, with gradients. So losses and metrics read whole batches. Each rank's loss is that of the group: the
+the ranks sum, with gradients. So losses and metrics read whole batches. Each rank's loss is the group's: the
 backward of the sum adds N equal gradients, and FSDP averages over the N ranks.
 """
 

@@ -200,7 +200,8 @@ def add_commit(commit: str) -> None:
     archive = subprocess.run(["git", "archive", commit, "flashmask_hf"], cwd=ROOT, check=True, stdout=subprocess.PIPE)
     folder = Path(tempfile.mkdtemp())
     with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as packed:
-        packed.extractall(folder, filter="data")
+        packed.extraction_filter = getattr(tarfile, "data_filter", None)  # which Python 3.11.2 lacks
+        packed.extractall(folder)
     renamed = (folder / "flashmask_hf").rename(folder / "flashmask_other")
     for path in renamed.rglob("*.py"):
         path.write_text(path.read_text().replace("flashmask_hf", renamed.name))

@@ -156,7 +156,7 @@ def test_an_image_longer_than_the_window_equals_alone(kind):
     _, logits, grads = train(stock, [alone([copy.copy(own)]) for own in examples])
     _, packed_logits, packed_grads = train(ours, [collator(examples)])
     assert (packed_logits - logits).abs().max() < 1e-13
-    assert max((packed_grads[name] - grads[name]).abs().max() for name in grads) < 2e-7
+    assert max((packed_grads[name] - grads[name]).abs().max() for name in grads) < 2e-6  # norms of Gemma 4 are float32
 
 
 @pytest.mark.parametrize("form", ["messages", "prompt"])
