@@ -156,7 +156,8 @@ def test_an_image_longer_than_the_window_equals_alone(kind):
     _, logits, grads = train(stock, [alone([copy.copy(own)]) for own in examples])
     _, packed_logits, packed_grads = train(ours, [collator(examples)])
     assert (packed_logits - logits).abs().max() < 1e-13
-    assert max((packed_grads[name] - grads[name]).abs().max() for name in grads) < 2e-6  # norms of Gemma 4 are float32
+    bound = 2e-7 if kind == "gemma3" else 2e-6  # Gemma 4 pools image features in float32
+    assert max((packed_grads[name] - grads[name]).abs().max() for name in grads) < bound
 
 
 @pytest.mark.parametrize("form", ["messages", "prompt"])

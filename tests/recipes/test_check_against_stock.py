@@ -45,9 +45,9 @@ def test_losses_and_gradient_norms_equal_those_of_trl(name, files, model, tmp_pa
     rows, printed = run(name, files, model, tmp_path, capsys)
     assert len(rows) == 3
     for loss, our_loss, norm, our_norm in rows:
-        # AdamW's first steps divide gradients by their own size, so weights carry the relative error of the gradients.
-        assert our_loss == pytest.approx(loss, rel=1e-4, abs=2e-6)
+        assert our_loss == pytest.approx(loss, rel=1e-5, abs=3e-6)  # 2e-6, and two roundings to six digits
         assert our_norm == pytest.approx(norm, rel=1e-4)
+        assert our_norm != 0 or name == "grpo"  # whose completions may all have one reward
     assert any(norm for *_, norm in rows)
     stock, ours = (int(x.replace(",", "")) for x in re.findall(r"([\d,]+) (?:with padding|here)", printed))
     assert 0 < ours < stock
