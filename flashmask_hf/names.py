@@ -23,6 +23,9 @@ PACKED_IDS = "packed_input_ids"
 PACKED_POSITIONS = "packed_position_ids"
 """The batch key of the packed rows' positions."""
 
+PACKED_KEYS = {"input_ids": PACKED_IDS, "position_ids": PACKED_POSITIONS, VECTORS: VECTORS}
+"""The batch keys of packed rows beside such a batch, by the keys of packed rows alone."""
+
 PACKED_INDEX = "packed_index"
 """The batch key of each token's place in the packed rows, by which hidden states return to the usual batch."""
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from flashmask_hf._numbers import as_integer
 from flashmask_hf.collators.bins import best_fit_decreasing
 from flashmask_hf.collators.forest import Forest, Leaf, lay_out
-from flashmask_hf.names import PACKED_IDS, PACKED_INDEX, PACKED_POSITIONS, VECTORS
+from flashmask_hf.names import PACKED_INDEX, PACKED_KEYS, VECTORS
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +68,7 @@ class PackedRows:
             `packed_input_ids` and `packed_position_ids`, int64 [R, S]; `startend_row_indices`, int32 [R, 1, S, 1]; and
             `packed_index`, int64 [N, L].
         """
-        names = {"input_ids": PACKED_IDS, "position_ids": PACKED_POSITIONS, VECTORS: VECTORS}
-        return {names[name]: x for name, x in self.batch().items()} | {PACKED_INDEX: torch.as_tensor(index)}
+        return {PACKED_KEYS[name]: x for name, x in self.batch().items()} | {PACKED_INDEX: torch.as_tensor(index)}
 
     def place(self, leaves: Sequence[Leaf], real: NDArray[np.bool_]) -> NDArray[np.int64]:
         """Return the index in the flattened rows of each token of a batch's sequences, int64 [N, L].

@@ -72,6 +72,12 @@ def batch_integers(name: str, value: Any, high: int | None = None, axis: str = "
     return [as_integer(f"{name}[{b}]", number, 0, high, why=why) for b, number in enumerate(value)]
 
 
+def check_one_row(count: int) -> None:
+    """Raise a ValueError unless an argument's lengths are of one packed row."""
+    if count > 1:
+        raise ValueError(f"lengths must be of one packed row, got {count}; give each row of the batch alone")
+
+
 def key_count(name: str, lengths: list[list[int]], kv_len: int | None) -> int:
     """Return `kv_len`, which every packed row must fit, or the length of the longest if it is None."""
     totals = [sum(row) for row in lengths]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flashmask_hf._numbers import as_integer
 from flashmask_hf.mask import FlashMask
-from flashmask_hf.masks._arguments import Device, Lengths, batch_lengths, device_of, key_count
+from flashmask_hf.masks._arguments import Device, Lengths, batch_lengths, check_one_row, device_of, key_count
 from flashmask_hf.masks._columns import document_spans, key_positions, make_mask
 
 
@@ -153,8 +153,7 @@ def block_diffusion_order(
         tensor([1, 1, 1, 0, 0, 0, 1, 1, 0, 0], dtype=torch.int32)
     """
     rows = _mirrored_rows(lengths, block_size, copies, None)
-    if len(rows.start) > 1:
-        raise ValueError(f"lengths must be of one packed row, got {len(rows.start)}; give each row of the batch alone")
+    check_one_row(len(rows.start))
     index = rows.start // (rows.copies + 1) + rows.token
     device = device_of(device, lengths)
     return index[0, 0].to(device), rows.noisy[0, 0].to(device)

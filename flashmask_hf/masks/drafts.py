@@ -11,7 +11,16 @@ from torch.nn.functional import pad
 
 from flashmask_hf._numbers import as_integer, as_length, check_tensor
 from flashmask_hf.mask import FlashMask
-from flashmask_hf.masks._arguments import Device, Lengths, batch_lengths, batch_rows, device_of, from_array, key_count
+from flashmask_hf.masks._arguments import (
+    Device,
+    Lengths,
+    batch_lengths,
+    batch_rows,
+    check_one_row,
+    device_of,
+    from_array,
+    key_count,
+)
 from flashmask_hf.masks._columns import document_spans, make_mask
 
 Numbers: TypeAlias = "Sequence[int] | Sequence[Sequence[int]] | Tensor"
@@ -168,8 +177,7 @@ def draft_chains_order(
         tensor([1, 2, 1, 0, 0, 0, 1, 2, 0, 0])
     """
     rows = _chain_rows(lengths, anchors, depths)
-    if len(rows) > 1:
-        raise ValueError(f"lengths must be of one packed row, got {len(rows)}; give each row of the batch alone")
+    check_one_row(len(rows))
     device = device_of(device, lengths)
     return rows[0].index.to(device), rows[0].depth.to(device)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flashmask_hf.names import IGNORED, PACKED_IDS, PACKED_INDEX, PACKED_POSITIONS, VECTORS
+from flashmask_hf.names import IGNORED, PACKED_INDEX, PACKED_KEYS, VECTORS
 from flashmask_hf.parallel.collectives import all_sum
 from flashmask_hf.parallel.split import RowSplit, run_split
 from flashmask_hf.trainers.context_parallel import ContextParallelMixin, refuse
@@ -46,8 +46,7 @@ class _SplitModel:
 
         Without labels, outputs are per entry of `packed_index`.
         """
-        names = {"input_ids": PACKED_IDS, "position_ids": PACKED_POSITIONS, VECTORS: VECTORS}
-        rows = {name: inputs.pop(key) for name, key in names.items()}
+        rows = {name: inputs.pop(key) for name, key in PACKED_KEYS.items()}
         split = self._trainer._split_of(rows[VECTORS], rows["position_ids"])
         part = split.shard(rows)
         index = inputs.pop(PACKED_INDEX)
@@ -60,7 +59,7 @@ class _SplitModel:
             inputs |= {"shift_labels": own[None], PACKED_INDEX: places[None]}
         else:
             inputs[PACKED_INDEX] = places[:, None]
-        packed = {names[name]: x for name, x in part.items()}
+        packed = {PACKED_KEYS[name]: x for name, x in part.items()}
         with run_split(split):
             output = self._model(**inputs | {"input_ids": inputs[PACKED_INDEX]} | packed)  # the head reads no ids
         found = {name: output[name] for name in _OUTPUTS if output.get(name) is not None}

@@ -73,6 +73,18 @@ def halves(batch: dict[str, Tensor], copies: int) -> list[tuple[Tensor, Tensor, 
     return found
 
 
+def learned_packed(model: Any, batch: dict[str, Any]) -> tuple[Tensor, list[Any]]:
+    """Return loss and gradients of packed rows, and leave the model with SDPA and no gradients."""
+    model.set_attn_implementation("flashmask")
+    model.loss_function = diffusion_loss
+    loss = model(**batch, use_cache=False).loss
+    loss.backward()
+    gradients = [x.grad for x in model.parameters()]
+    model.zero_grad()
+    model.set_attn_implementation("sdpa")
+    return loss, gradients
+
+
 @pytest.mark.parametrize(
     ("options", "window"),
     [({}, None), ({"copies": 2, "complementary": True, "per": "block"}, None), ({"weight": "uniform"}, 5)],
@@ -85,13 +97,7 @@ def test_block_diffusion_packed_is_as_each_document_alone(options: dict[str, Any
     batch = collator(make_examples())
     assert batch["input_ids"].shape[0] == 3
     model = tiny_model(window)
-    model.set_attn_implementation("flashmask")
-    model.loss_function = diffusion_loss
-    loss = model(**batch, use_cache=False).loss
-    loss.backward()
-    gradients = [x.grad for x in model.parameters()]
-    model.zero_grad()
-    model.set_attn_implementation("sdpa")
+    loss, gradients = learned_packed(model, batch)
     documents, total = halves(batch, copies), sum(LENGTHS) - sum(PROMPTS)
     clean_ids = sorted(clean.tolist() for clean, _, _ in documents)
     assert clean_ids == sorted(example["input_ids"] for example in make_examples())
@@ -119,13 +125,7 @@ def test_masked_diffusion_packed_is_as_each_document_alone(shift: bool) -> None:
     examples = make_examples()
     batch = DataCollatorForMaskedDiffusion(mask_token_id=MASK, seed=3, shift=shift)(examples)
     model = tiny_model()
-    model.set_attn_implementation("flashmask")
-    model.loss_function = diffusion_loss
-    loss = model(**batch, use_cache=False).loss
-    loss.backward()
-    gradients = [x.grad for x in model.parameters()]
-    model.zero_grad()
-    model.set_attn_implementation("sdpa")
+    loss, gradients = learned_packed(model, batch)
     prompts = [max(prompt, int(shift)) for prompt in PROMPTS]
     reference: Any = 0
     pieces = zip(batch["input_ids"][0].split(LENGTHS), batch["diffusion_weights"][0].split(LENGTHS), strict=True)
