@@ -7,16 +7,13 @@ Reproduces figures 6 and 8 of Pagliardini et al. (2023) on bytes of installed so
     python recipes/sparse.py --length 16384 --batch 2 --steps 30 --time-only --compile
     python recipes/sparse.py --smoke
 
-All variants are one Llama, trained from the same weights on the same rows in turns, causal without documents:
+All variants are one Llama, trained in turns from the same weights on the same rows, causal without documents: `sdpa`
+(FlashAttention-2) and `flashmask` see all keys, `hash_16` has 16 hash buckets, and `qk_30` and `qk_50` drop 30% or 50%
+of queries and keys per head in training. As in the paper (section 4.1), keys are normalized queries;
+`--separate-keys` gives keys a projection of their own.
 
-- `sdpa`: full attention by FlashAttention-2. `flashmask`: full attention by this package.
-- `hash_16`: hash-sparse attention with 16 buckets.
-- `qk_30`, `qk_50`: QK-sparse attention that drops 30% or 50% of queries and keys per head, in training only.
-
-As in the paper (section 4.1), keys are normalized queries; `--separate-keys` gives keys a projection of their own.
-
-Files in `--out`: `sparse_LENGTH_steps.csv` (loss in nats per byte, seconds per step), `sparse_LENGTH.csv` (median
-seconds, their ratio to SDPA's, loss on held-out text) and `sparse_LENGTH.png`, without the seconds of the first steps.
+Files in `--out`: `sparse_LENGTH_steps.csv` (loss in nats per byte, seconds per step) and `sparse_LENGTH.csv` (median
+seconds without the first steps, their ratio to SDPA's, loss on held-out text).
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -64,14 +61,8 @@ SHAPES = {
 }
 SMOKE = {"shape": "tiny", "length": 256, "batch": 2, "steps": 8, "held_out": 4}
 
-TURN = 5
-"""Number of steps of a turn."""
-
-UNCOUNTED = TURN
-"""Number of first steps whose seconds are left out."""
-
-SMOOTHED = 20
-"""Number of steps averaged in a point of the plotted curves and in the loss of the summary."""
+TURN = 5  # steps; the seconds of the first turn are left out
+SMOOTHED = 20  # last steps that the summary's loss averages
 
 
 class Step(NamedTuple):
@@ -210,37 +201,6 @@ def train(runs: dict[str, Run], rows: Tensor, steps: int, accelerator: Accelerat
     return history
 
 
-def median_seconds(steps: Sequence[Step]) -> float:
-    return statistics.median(step.seconds for step in steps[min(UNCOUNTED, len(steps) - 1) :])
-
-
-def curves(history: dict[str, list[Step]], length: int) -> list[dict[str, Any]]:
-    rows = []
-    for name, steps in history.items():
-        elapsed, median = 0.0, median_seconds(steps)
-        for number, step in enumerate(steps, start=1):
-            elapsed += median if number <= UNCOUNTED else step.seconds
-            case = {"variant": name, "length": length, "step": number, "loss": round(step.loss, 5)}
-            rows.append(case | {"seconds": round(step.seconds, 5), "elapsed": round(elapsed, 4)})
-    return rows
-
-
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4.5), layout="constrained")
-    for axes, column, unit in zip(figure.subplots(1, 2), ("step", "elapsed"), (1, 60), strict=True):
-        for name in dict.fromkeys(row["variant"] for row in rows):
-            shown = [row for row in rows if row["variant"] == name]
-            width = min(SMOOTHED, (len(shown) + 1) // 2)
-            losses = torch.tensor([row["loss"] for row in shown]).unfold(0, width, 1).mean(-1)
-            axes.plot([row[column] / unit for row in shown[-len(losses) :]], losses, label=name, linewidth=1)
-        axes.set(xlabel="steps" if unit == 1 else "minutes", ylabel="training loss, nats per byte, running mean")
-        axes.legend()
-    figure.suptitle(f"rows of {rows[0]['length']} bytes")
-    figure.savefig(path, dpi=100)
-
-
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
@@ -252,7 +212,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--held-out", type=int, default=32, help="number of rows to evaluate on, a multiple of --batch")
     parser.add_argument("--separate-keys", action="store_true", help="give keys a projection of their own")
     parser.add_argument("--compile", action="store_true", help="compile the models, with CUDA graphs on a GPU")
-    parser.add_argument("--time-only", action="store_true", help="skip evaluation and curves")
+    parser.add_argument("--time-only", action="store_true", help="skip evaluation and the file of steps")
     parser.add_argument("--smoke", action="store_true", help="train a tiny model on the CPU, with fixed sizes")
     parser.add_argument("--out", type=Path, help="folder to write the figures to")
     arguments = parser.parse_args(argv)
@@ -296,7 +256,8 @@ def main(argv: Sequence[str]) -> None:
     history = train(runs, rows, arguments.steps, accelerator)
 
     batches = [rows.to(accelerator.device, torch.int64) for rows in held_out.view(shape)]
-    medians = {name: median_seconds(steps) for name, steps in history.items()}
+    counted = {name: steps[min(TURN, arguments.steps - 1) :] for name, steps in history.items()}
+    medians = {name: statistics.median(step.seconds for step in steps) for name, steps in counted.items()}
     summary = []
     for name, seconds in medians.items():
         row = {"variant": name, "length": arguments.length, "batch": arguments.batch}
@@ -311,9 +272,9 @@ def main(argv: Sequence[str]) -> None:
     file = None if arguments.out is None else arguments.out / f"sparse_{arguments.length}.csv"
     Results(file).add(summary)
     if file is not None and not arguments.time_only:
-        steps = curves(history, arguments.length)
-        Results(file.with_name(f"{file.stem}_steps.csv")).add(steps, silent=True)
-        plot(steps, file.with_suffix(".png"))
+        taken = [(name, number, step) for name, steps in history.items() for number, step in enumerate(steps, start=1)]
+        losses = [{"variant": name, "step": number, **step._asdict()} for name, number, step in taken]
+        Results(file.with_name(f"{file.stem}_steps.csv")).add(losses, silent=True)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch._dynamo.config
@@ -166,6 +166,45 @@ def attempt(function: Callable[[], Any]) -> tuple[Any, float, float] | str:
         reason = "failed"
     free_memory()  # after the exception, whose frames hold tensors
     return reason
+
+
+class Measured(NamedTuple):
+    """Median seconds and peak GiB of a call, and how often it was measured."""
+
+    seconds: float
+    peak_gib: float
+    turns: int
+
+
+def in_turns(
+    calls: Mapping[str, Callable[[], object]], turns: int, a: argparse.Namespace, clean: Callable[[], object]
+) -> dict[str, Measured | str]:
+    """Measure calls in turns of random order, until `--deadline`; `clean` runs after each, and is not timed.
+
+    Returns the reason in place of the figures of a call that failed.
+    """
+    steps: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+    found: dict[str, Measured | str] = {}
+    for turn in range(turns):
+        if turn and time_left(a) <= 0:
+            break
+        for name in _order.sample(list(steps), len(steps)):
+            made = attempt(calls[name])
+            clean()
+            if isinstance(made, str):
+                found[name] = made
+                del steps[name]
+            else:
+                steps[name].append(made[1:])
+    for name, one in steps.items():
+        seconds, peaks = zip(*one, strict=True)
+        found[name] = Measured(statistics.median(seconds), max(peaks), len(one))
+    return found
+
+
+def gradient_norm(model: torch.nn.Module) -> float:
+    norm: Any = torch.nn.utils.get_total_norm([x.grad for x in model.parameters() if x.grad is not None])
+    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
 
 def available(names: Sequence[str], device: str) -> list[str]:

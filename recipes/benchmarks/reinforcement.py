@@ -1,4 +1,4 @@
-"""Measure GRPO with shared prompts and with stock TRL: tokens per second, peak memory, and the first importance ratio.
+"""Measure updates of GRPO with shared prompts and with stock TRL: tokens per second and peak memory.
 
     python recipes/benchmarks/reinforcement.py --csv grpo.csv
     python recipes/benchmarks/reinforcement.py --models llama-3.2-1b --cases 512:512 1024:256 --groups 2 4
@@ -6,17 +6,14 @@
     python recipes/benchmarks/reinforcement.py --models tiny --device cpu
 
 A micro-batch is `--groups` prompts of the stated length, each with G completions of half to all of the stated length,
-which every provider runs in one forward. Models have random weights, in bfloat16 (float32 on a CPU), with gradient
-checkpointing. All weights are trained, and of qwen3-4b adapters. Up to seven eighths of the prompts of vision-language
-models are images: one, or with Gemma several of one size.
+in one forward. Models have random weights, in bfloat16 (float32 on a CPU), with gradient checkpointing. All weights are
+trained, and of qwen3-4b adapters. Up to seven eighths of the prompts of vision-language models are images: one, or with
+Gemma several of one size.
 
-An update is forward and backward of the trainer's loss, with packing, without generation, optimizer and compilation.
-Tokens per second count a prompt once for each completion, without padding.
-
-`flashmask` is `SharedPromptGRPOTrainer`; the others are `trl.GRPOTrainer` on the padded batch. Log-probabilities must
-agree before: they may differ by a tenth of what another prompt changes (root mean square, `difference` and
-`other_prompt`), norms of gradients by 10%. `first_ratio_max` and `first_ratio_mean` are of |ratio - 1| in the update's
-first forward, after TRL's shuffle.
+An update is forward and backward of the trainer's loss, with packing, without generation and optimizer. Tokens per
+second count a prompt once for each completion, without padding. `flashmask` is `SharedPromptGRPOTrainer`; the others
+are `trl.GRPOTrainer` on the padded batch. Before, log-probabilities may differ by a tenth of what another prompt
+changes (root mean square, `difference` and `other_prompt`), norms of gradients by 10%.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -24,8 +21,6 @@ first forward, after TRL's shuffle.
 from __future__ import annotations
 
 import math
-import random
-import statistics
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -34,7 +29,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from harness import Results, attempt, available, flags, free_memory, parsed, time_left
+from harness import Results, attempt, available, flags, free_memory, gradient_norm, in_turns, parsed, time_left
 from images import Conversations
 from shapes import arguments_of, build_model, tokenizer
 from torch import Tensor
@@ -50,7 +45,6 @@ from common import compile_layers
 
 PROVIDERS = ("flashmask", "sdpa", "flex_attention", *(f"flash_attention_{n}" for n in (2, 3, 4)))
 IDS: dict[str, Any] = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
-MICRO_BATCHES = 2  # of a generation batch, for the first ratio
 # rank of the adapter or 0, and lengths of prompts and completions
 MODELS: dict[str, tuple[int, list[str]]] = {
     "llama-3.2-1b": (0, ["512:512", "1024:256", "4096:256", "512:4096", "16384:64"]),
@@ -62,18 +56,7 @@ MODELS: dict[str, tuple[int, list[str]]] = {
     "gemma-3-tiny": (0, ["64:16"]),
 }
 RATE = "update_tokens_per_second"
-FIGURES = (RATE, "update_peak_gib", "update_turns", "difference", "other_prompt", "first_ratio_max", "first_ratio_mean")
-
-
-class StockTrainer(GRPOTrainer):
-    """TRL's trainer on completions that are given instead of generated."""
-
-    def _generate_and_score_completions(self, inputs: Any) -> Any:
-        return dict(inputs[0])
-
-
-class SharedTrainer(SharedPromptGRPOTrainer, StockTrainer):
-    """This package's trainer likewise."""
+FIGURES = (RATE, "update_peak_gib", "update_turns", "difference", "other_prompt")
 
 
 class Bench:
@@ -87,21 +70,21 @@ class Bench:
         self.images = Conversations(self.model) if has_images else None
         # The last ids of a vision-language model are of images and videos.
         self.vocab = self.model.config.get_text_config().vocab_size - 2 * has_images
-        self._shared = self._trainer(SharedTrainer, SharedPromptGRPOConfig)
+        self._shared = self._trainer(SharedPromptGRPOTrainer, SharedPromptGRPOConfig)
         self._shared.state.global_step = 1  # not a logging step, in which the sparsity of the mask is computed
-        self._stock = self._trainer(StockTrainer, GRPOConfig)
+        self._stock = self._trainer(GRPOTrainer, GRPOConfig)
         self.model.train()
 
     def _trainer(self, trainer: Any, config: Any) -> Any:
         sizes = {"per_device_train_batch_size": self.generations, "num_generations": self.generations}
-        args = arguments_of(config, self.device, max_steps=1, gradient_accumulation_steps=MICRO_BATCHES, **sizes)
+        args = arguments_of(config, self.device, max_steps=1, **sizes)
         dataset = Dataset.from_list([{"prompt": "why"}] * 1024)  # more than a batch; the batches are made here
 
         def reward(completions: Any, **_: Any) -> list[float]:
             return [0.0] * len(completions)
 
         made = trainer(self.model, reward, args, dataset, processing_class=tokenizer())
-        made.current_gradient_accumulation_steps = MICRO_BATCHES
+        made.current_gradient_accumulation_steps = 1
         return made
 
     def use(self, provider: str) -> Any:
@@ -152,116 +135,73 @@ class Bench:
             batch[name] = torch.nn.functional.pad(batch[name], (0, completion))
         return batch | {"prompt_ids": batch.pop("input_ids"), "num_images": [len(sizes)] * groups * self.generations}
 
-    def log_probabilities(self, provider: str, batch: dict[str, Any], rows: int | None = None) -> Tensor:
-        """Return the log-probability of each completion token, 0 for padding, in forwards of `rows` rows or of all."""
+    def log_probabilities(self, provider: str, batch: dict[str, Any]) -> Tensor:
+        """Return the log-probability of each completion token, without gradients."""
         trainer = self.use(provider)
-        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
-        mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
-        keep = batch["completion_ids"].shape[1]
+        ids, mask = (torch.cat([batch[f"prompt_{x}"], batch[f"completion_{x}"]], 1) for x in ("ids", "mask"))
         images = {name: batch[name] for name in IMAGE_KEYS if name in batch}
-        values, *_ = trainer._get_per_token_logps_and_entropies(
-            self.model, ids, mask, keep, batch_size=rows, compute_entropy=torch.is_grad_enabled(), **images
-        )
-        return values * batch["completion_mask"]
-
-    def forward(self, provider: str, batch: dict[str, Any], rows: int | None = None) -> Tensor:
-        """Compute log-probabilities without gradients."""
         with torch.no_grad(), disable_gradient_checkpointing(self.model):
-            return self.log_probabilities(provider, batch, rows).float()
+            values, *_ = trainer._get_per_token_logps_and_entropies(
+                self.model, ids, mask, batch["completion_ids"].shape[1], **images
+            )
+        return values[batch["completion_mask"] > 0].float()
 
     def update(self, provider: str, batch: dict[str, Any]) -> None:
         """Run forward and backward of the loss."""
         self.use(provider).compute_loss(self.model, batch).backward()
 
-    def gradient_norm(self) -> float:
-        """Return the norm of all gradients, and clear them."""
-        norm = torch.nn.utils.get_total_norm([x.grad for x in self.model.parameters() if x.grad is not None])
+    def clear(self) -> None:
+        """Free the gradients."""
         self.model.zero_grad(set_to_none=True)
-        return float(norm)
-
-    def first_ratio(self, provider: str, prompt: int, completion: int, groups: int) -> tuple[float, float]:
-        """Return the largest and the mean |ratio - 1| of a generation batch on its way through TRL."""
-        batch = self.draw(prompt, completion, groups * MICRO_BATCHES)
-        batch["old_per_token_logps"] = self.forward(provider, batch, groups * self.generations)
-        trainer = self.use(provider)
-        trainer._buffered_inputs = None
-        torch.manual_seed(0)  # of the shuffle
-        differences = []
-        for step in range(MICRO_BATCHES):
-            trainer._step = step
-            part = trainer._prepare_inputs([batch])
-            new = self.log_probabilities(provider, part).detach()
-            ratios = (new - part["old_per_token_logps"])[part["completion_mask"] > 0].double().exp()
-            differences.append((ratios - 1).abs())
-        off = torch.cat(differences)
-        return float(off.max()), float(off.mean())
 
 
-Found = dict[str, dict[str, Any]]
-
-
-def compare(bench: Bench, batch: dict[str, Any], found: Found) -> None:
+def compare(bench: Bench, batch: dict[str, Any], found: dict[str, dict[str, Any]]) -> None:
     """Warm up, and exit unless the providers agree with SDPA, or with the first that runs."""
-    results: dict[str, Tensor] = {}
-    norms: dict[str, float] = {}
+    results: dict[str, tuple[Tensor, float]] = {}
 
     def both(name: str) -> tuple[Tensor, float]:
-        values = bench.forward(name, batch)
+        values = bench.log_probabilities(name, batch)
         bench.update(name, batch)
-        return values, bench.gradient_norm()
+        return values, gradient_norm(bench.model)
 
     for name, figures in found.items():
         made = attempt(partial(both, name))
-        bench.model.zero_grad(set_to_none=True)
+        bench.clear()
         if isinstance(made, str):
             figures[RATE] = made
         else:
-            results[name], norms[name] = made[0]
-    first = next((name for name in ("sdpa", *results) if name in results), None)
-    if first is None:
+            results[name] = made[0]
+    if not results:
         return
-    real = batch["completion_mask"] > 0
+    first = "sdpa" if "sdpa" in results else next(iter(results))
 
     def difference(values: Tensor) -> float:
-        return float((values - results[first])[real].square().mean().sqrt())
+        return float((values - results[first][0]).square().mean().sqrt())
 
     ids = batch["prompt_ids"]
     other = batch | {"prompt_ids": torch.where(ids < bench.vocab, 3 + (ids - 2) % (bench.vocab - 3), ids)}
-    control = difference(bench.forward(first, other))
-    for name, values in results.items():
+    control = difference(bench.log_probabilities(first, other))
+    for name, (values, _) in results.items():
         found[name] |= {"difference": f"{difference(values):.3g}", "other_prompt": f"{control:.3g}"}
         if not difference(values) <= 0.1 * control:
             raise SystemExit(f"the log-probabilities of {name} and {first} disagree: {found[name]}")
+    norms = {name: norm for name, (_, norm) in results.items()}
     if max(norms.values()) > 1.1 * min(norms.values()):
         raise SystemExit(f"norms of gradients disagree: {norms}")
 
 
 def measure(bench: Bench, case: tuple[int, int, int], providers: Sequence[str], a: Any) -> list[dict[str, Any]]:
     """Return a row of figures per provider for a case: prompt, completion, groups."""
-    found: Found = {name: dict.fromkeys(FIGURES, "") for name in providers}
+    found: dict[str, dict[str, Any]] = {name: dict.fromkeys(FIGURES, "") for name in providers}
     batch = bench.draw(*case)
     compare(bench, batch, found)
-    tokens, order = int(batch["prompt_mask"].sum() + batch["completion_mask"].sum()), random.Random(0)
-    steps: dict[str, list[tuple[float, float]]] = {name: [] for name in providers if not found[name][RATE]}
-    for turn in range(a.turns):
-        if turn and time_left(a) <= 0:
-            break
-        for name in order.sample(list(steps), len(steps)):
-            made = attempt(partial(bench.update, name, batch))
-            bench.model.zero_grad(set_to_none=True)
-            if isinstance(made, str):
-                found[name][RATE] = made
-                del steps[name]
-            else:
-                steps[name].append(made[1:])
-    medians = {name: statistics.median(seconds for seconds, _ in one) for name, one in steps.items()}
-    for name, median in medians.items():
-        found[name] |= {RATE: round(tokens / median), "update_peak_gib": round(max(x for _, x in steps[name]), 2)}
-        found[name] |= {"update_turns": len(steps[name])}
-    for name in {"flashmask", "sdpa"} & set(medians):
-        made = attempt(partial(bench.first_ratio, name, *case))
+    tokens = int(batch["prompt_mask"].sum() + batch["completion_mask"].sum())
+    calls = {name: partial(bench.update, name, batch) for name in providers if not found[name][RATE]}
+    for name, made in in_turns(calls, a.turns, a, bench.clear).items():
+        found[name][RATE] = made
         if not isinstance(made, str):
-            found[name] |= dict(zip(FIGURES[-2:], (f"{x:.3g}" for x in made[0]), strict=True))
+            figures = round(tokens / made.seconds), round(made.peak_gib, 2), made.turns
+            found[name] |= zip(FIGURES, figures, strict=False)
     shape = {"generations": bench.generations, **dict(zip(("prompt", "completion", "groups"), case, strict=True))}
     return [{**shape, "tokens": tokens, "provider": name, **figures} for name, figures in found.items()]
 

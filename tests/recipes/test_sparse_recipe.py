@@ -74,7 +74,6 @@ def test_keys_are_normalized_queries(monkeypatch: pytest.MonkeyPatch, variant: s
 @pytest.mark.parametrize("how", LAUNCH)
 def test_all_variants_learn(tmp_path: Path, how: str) -> None:
     run(LAUNCH[how], "--out", tmp_path)
-    assert (tmp_path / "sparse_256.png").stat().st_size > 0
     losses: dict[str, list[float]] = {}
     for row in read(tmp_path / "sparse_256_steps.csv"):
         losses.setdefault(row["variant"], []).append(float(row["loss"]))
