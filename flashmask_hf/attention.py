@@ -103,6 +103,7 @@ def flashmask_attention(
     if dropout:  # drawn outside of operators, which selective checkpointing does not repeat
         seed = draw_seed(q) if dropout_seed is None else dropout_seed
         check_seed(seed, q)
+        seed = seed.contiguous()
     if impl == "reference":
         if not call.intercepted:  # tensors of a transform or a mode may have no values to read
             check_range(mask.indices, q.shape[2])

@@ -102,7 +102,7 @@ class Call:
             problem = self._problem(q, k, v, sinks, indices, seed)
             return one.forward(problem) if order is None else one.ordered_forward(problem)
 
-        key = ("forward", order is not None, _is_of_shard(seed))
+        key = ("forward", order is not None, _shard_alignment(seed))
         keeper = current_keeper.get()
         if keeper is not None:
             return keeper(q, lambda: self._run(key, prepare, tensors))
@@ -134,7 +134,7 @@ class Call:
         # Hooks on saved tensors, such as offloading, keep shapes and dtypes only.
         saved = (dout, q, k, v, lse, indices) if out is None else (dout, q, k, v, lse, indices, out)
         layouts = [(x.stride(), x.data_ptr() % 16) for x in saved]
-        key = ("backward", orders is not None, _is_of_shard(seed), dlse is None, *layouts)
+        key = ("backward", orders is not None, _shard_alignment(seed), dlse is None, *layouts)
 
         def prepare(one: Implementation) -> Run:
             problem = self._problem(q, k, v, sinks, indices, seed)
@@ -185,7 +185,7 @@ class Call:
     def _problem(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor, seed: Tensor | None = None
     ) -> Problem:
-        return problem_of(q, k, v, indices, sinks, self.causal, self.arguments, _is_of_shard(seed))
+        return problem_of(q, k, v, indices, sinks, self.causal, self.arguments, _shard_alignment(seed) is not None)
 
 
 def resolve(q: Tensor, k: Tensor, v: Tensor, mask: FlashMask, sinks: Tensor | None, given: Arguments) -> Call:
@@ -272,9 +272,9 @@ def _autocast_dtype(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype | None:
     return None
 
 
-def _is_of_shard(seed: Tensor | None) -> bool:
-    """Return whether a seed is of a shard."""
-    return seed is not None and len(seed) > 1
+def _shard_alignment(seed: Tensor | None) -> int | None:
+    """Return the alignment of a shard's seed, which Triton compiles for; None for any other seed."""
+    return None if seed is None or len(seed) == 1 else seed.data_ptr() % 16
 
 
 def _sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
