@@ -9,7 +9,6 @@ import json
 import os
 import re
 import sys
-import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -20,14 +19,13 @@ import torch
 import yaml
 from accelerate import PartialState
 from datasets import DatasetDict, load_from_disk
-from safetensors import SafetensorError, safe_open
 from torch.distributed.elastic.multiprocessing.errors import record
 from transformers import TrainingArguments
 from transformers.hf_argparser import HfArg
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils.import_utils import is_torch_bf16_gpu_available
 from trl import (
     DatasetMixtureConfig,
@@ -57,13 +55,13 @@ flag: Any = HfArg
 
 
 @dataclass
-class ComparisonArguments:
-    """Flags beyond TRL's of the recipes that compare answers."""
+class ShowArguments:
+    """Flags beyond TRL's of the recipes that show what the saved model has learned."""
 
     show: int = flag(
         default=0,
-        help="After training, load the saved model and print its judgement of the answers to this number of "
-        "questions of the test split. Needs an evaluation: --do_eval or --eval_strategy.",
+        help="After training, load the saved model and print its judgement, answers or filled-in text for this number "
+        "of examples of the test split. Needs an evaluation: --do_eval or --eval_strategy.",
     )
 
 
@@ -253,44 +251,29 @@ def checkpoint_to_resume(args: TrainingArguments) -> str | None:
     Raises:
         FlagError: the checkpoint is missing or incomplete.
     """
-    wanted = args.resume_from_checkpoint
+    wanted, output_dir = args.resume_from_checkpoint, Path(str(args.output_dir))
     if wanted is None:
         return None
-    output_dir = Path(str(args.output_dir))
+    found = [path for path in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.name.split("-")[-1].isdigit()]
+    found.sort(key=lambda path: int(path.name.split("-")[-1]))
     if str(wanted).lower() == "true":
-        wanted = get_last_checkpoint(output_dir) if output_dir.is_dir() else None
-        if wanted is None:
+        if not found:
             raise FlagError(f"resume_from_checkpoint: output_dir {output_dir} holds no checkpoint to resume from")
-    problem = checkpoint_problem(Path(wanted))
-    if problem is None:
+        wanted = str(found[-1])
+    if is_whole(Path(wanted)):
         return wanted
-    others = sorted(output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), key=lambda path: int(path.name.split("-")[-1]))
-    whole = [path for path in others if checkpoint_problem(path) is None]
-    way_out = f"the last whole one is {whole[-1]}: name it instead" if whole else f"{output_dir} holds no whole one"
-    raise FlagError(f"resume_from_checkpoint: {wanted} is no whole checkpoint, {problem}; {way_out}")
+    whole = [path for path in found if is_whole(path)]
+    way_out = f"name the last whole checkpoint, {whole[-1]}" if whole else f"{output_dir} holds no whole checkpoint"
+    raise FlagError(f"resume_from_checkpoint: {wanted} has no whole {TRAINER_STATE_NAME}; {way_out}")
 
 
-def checkpoint_problem(checkpoint: Path) -> str | None:
-    """Return why a checkpoint is incomplete, or None. The trainer writes its state last."""
-    if not checkpoint.is_dir():
-        return "there is no such folder"
-    state = checkpoint / TRAINER_STATE_NAME
-    if not state.is_file():
-        return f"{TRAINER_STATE_NAME}, which is written last, is missing"
+def is_whole(checkpoint: Path) -> bool:
+    """Return whether a checkpoint is complete: the trainer writes its state last."""
     try:
-        json.loads(state.read_text())
-    except ValueError:
-        return f"{TRAINER_STATE_NAME} is cut off"
-    for path in sorted(checkpoint.rglob("*")):
-        if path.suffix in {".pt", ".pth", ".bin"} and not zipfile.is_zipfile(path):
-            return f"{path.relative_to(checkpoint)} is cut off"
-        if path.suffix == ".safetensors":
-            try:
-                with safe_open(path, framework="pt"):
-                    pass
-            except SafetensorError:
-                return f"{path.relative_to(checkpoint)} is cut off"
-    return None
+        json.loads((checkpoint / TRAINER_STATE_NAME).read_text())
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def take_compiler(args: TrainingArguments) -> dict[str, Any] | None:

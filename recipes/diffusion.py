@@ -37,7 +37,7 @@ MASK = "<|mask|>"
 
 
 @dataclass
-class RecipeArguments(common.ComparisonArguments):
+class RecipeArguments(common.ShowArguments):
     """Flags of this recipe beyond TRL's."""
 
     block_size: int = common.flag(default=32, help="Tokens per block; 0 trains whole documents.")
@@ -47,11 +47,6 @@ class RecipeArguments(common.ComparisonArguments):
     )
     noise_per: str = common.flag(default="document", help="What has one noise level: a document or a block.")
     loss_weight: str = common.flag(default="1/t", help="Weight of a noised token: 1/t, of noise level t, or uniform.")
-    show: int = common.flag(
-        default=0,
-        help="After training, load the saved model and fill in every second token of this number of documents of the "
-        "test split. Needs an evaluation: --do_eval or --eval_strategy.",
-    )
 
 
 def main(argv: Sequence[str]) -> None:

@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def parse(argv: Sequence[str]) -> common.Flags:
-    return common.parse(argv, DEMO_CONFIG, common.ComparisonArguments, SharedQuestionDPOConfig)
+    return common.parse(argv, DEMO_CONFIG, common.ShowArguments, SharedQuestionDPOConfig)
 
 
 def show(trainer: Any, path: str, revision: str, number: int) -> None:

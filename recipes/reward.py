@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> None:
 
 def parse(argv: Sequence[str]) -> common.Flags:
     task = {"lora_task_type": "SEQ_CLS"}
-    return common.parse(argv, DEMO_CONFIG, common.ComparisonArguments, MultiAnswerRewardConfig, **task)
+    return common.parse(argv, DEMO_CONFIG, common.ShowArguments, MultiAnswerRewardConfig, **task)
 
 
 def show(trainer: Any, number: int) -> None:

@@ -30,17 +30,12 @@ DEMO_CONFIG = common.CONFIGS / "vision_sft_demo.yaml"
 
 
 @dataclass
-class RecipeArguments:
+class RecipeArguments(common.ShowArguments):
     """Flags of this recipe beyond TRL's."""
 
     max_image_tokens: int | None = common.flag(
         default=None,
         help="Most tokens of images in a row, which bounds the memory of the image tower. Default: max_length.",
-    )
-    show: int = common.flag(
-        default=0,
-        help="After training, load the saved model and print its answers to this number of examples of the test split. "
-        "Needs an evaluation: --do_eval or --eval_strategy.",
     )
 
 
