@@ -41,8 +41,8 @@ from flashmask_hf.trainers import (
     PackedSFTTrainer,
     SharedQuestionDPOConfig,
     SharedQuestionDPOTrainer,
-    option_checks,
     sft_data,
+    weighing,
 )
 from flashmask_hf.trainers.data_checks import without_media
 from flashmask_hf.trainers.formats import answer_sequences, preference_columns
@@ -715,8 +715,8 @@ def test_training_starts_with_the_name_of_the_attention(task, attention, capsys,
 
 
 def test_liger_is_refused_in_a_version_of_trl_that_bypasses_packed_rows(monkeypatch):
-    monkeypatch.setattr(option_checks, "compare_versions", lambda *_: True)
-    with pytest.raises(ValueError, match=r"use_liger_kernel .* leave it out, or install trl>=1\.15"):
+    monkeypatch.setattr(weighing, "compare_versions", lambda *_: True)
+    with pytest.raises(ValueError, match=r"use_liger_kernel needs .* trl>=1\.15; install it, or leave it out"):
         build("dpo", use_liger_kernel=True)
 
 

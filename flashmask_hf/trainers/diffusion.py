@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from accelerate.utils import compare_versions
 from transformers import PreTrainedModel
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
@@ -18,7 +17,7 @@ from flashmask_hf.hf.rewrites import require_flashmask
 from flashmask_hf.names import DIFFUSION_LABELS, DIFFUSION_WEIGHTS, VECTORS
 from flashmask_hf.trainers.context_parallel import context_parallel_size
 from flashmask_hf.trainers.sft import PackedSFTTrainer
-from flashmask_hf.trainers.weighing import label_count
+from flashmask_hf.trainers.weighing import label_count, require_fused_head
 
 
 class PackedDiffusionTrainer(PackedSFTTrainer):
@@ -63,8 +62,7 @@ class PackedDiffusionTrainer(PackedSFTTrainer):
         *given: Any,
         **kwargs: Any,
     ):
-        if compare_versions("trl", "<", "1.15"):
-            raise ValueError("PackedDiffusionTrainer needs the fused head of trl>=1.15; install it")
+        require_fused_head("PackedDiffusionTrainer")
         if not isinstance(data_collator, DataCollatorForMaskedDiffusion):
             raise TypeError(
                 "data_collator must be a DataCollatorForBlockDiffusion or a DataCollatorForMaskedDiffusion, which "

@@ -6,7 +6,6 @@ import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from accelerate.utils import compare_versions
 from datasets import Dataset, IterableDataset
 from datasets.fingerprint import Hasher
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -32,6 +31,7 @@ from flashmask_hf.trainers.metrics import log_sharing
 from flashmask_hf.trainers.pair_weights import PairWeightsMixin, check_pair_weights
 from flashmask_hf.trainers.resume import ResumeMixin
 from flashmask_hf.trainers.split_answers import SplitAnswersMixin
+from flashmask_hf.trainers.weighing import require_fused_head
 
 _SMOOTHED_LOSSES = ("robust", "exo_pair", "aot", "aot_unpaired")
 """Loss types of TRL 1.16 that read `label_smoothing`."""
@@ -239,5 +239,5 @@ def _check_parts(args: Any, *, images: bool, compute_metrics: Any) -> int:
     if size > 1:
         refuse(images, "an image's tokens would be on several ranks; set cp_size=1")
         refuse(compute_metrics is not None, "compute_metrics would get shards of rows; leave it out")
-        refuse(compare_versions("trl", "<", "1.15"), "DPO needs the fused head of trl>=1.15; install it")
+        require_fused_head("cp_size > 1 (parallelism_config)")
     return size

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from accelerate.utils import compare_versions
 from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.reward_config import RewardConfig
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.utils import get_config_model_id
 
 from flashmask_hf.trainers.context_parallel import context_parallel_size
+from flashmask_hf.trainers.weighing import require_fused_head
 
 
 def prepared_arguments(args: Any, model: Any, peft_config: Any, stock: type, ours: type) -> Any:
@@ -72,5 +72,5 @@ def refuse_adapters(model: Any, peft_config: Any) -> None:
 
 def refuse_liger_losses(args: Any) -> None:
     """Raise a ValueError if TRL would compute log-probabilities by Liger, past the hooks that pack rows."""
-    if args.use_liger_kernel and compare_versions("trl", "<", "1.15"):
-        raise ValueError("use_liger_kernel bypasses a model's forward in TRL 1.14; leave it out, or install trl>=1.15")
+    if args.use_liger_kernel:
+        require_fused_head("use_liger_kernel", "leave it out")

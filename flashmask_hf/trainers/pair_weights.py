@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from accelerate.utils import compare_versions
 from torch import Tensor
 
 from flashmask_hf.collators.columns import all_have
 from flashmask_hf.collators.labels import WEIGHT
 from flashmask_hf.names import PAIR_WEIGHTS
+from flashmask_hf.trainers.weighing import require_fused_head
 
 _UNWEIGHED = ("aot", "aot_unpaired", "sft")
 """Loss types that are no mean of losses of pairs."""
@@ -25,8 +25,7 @@ def check_pair_weights(args: Any) -> None:
     found = [name for name in args.loss_type if name in _UNWEIGHED]
     if found:
         raise ValueError(f"loss_type={found[0]!r} is no mean over pairs, which weights need; remove the column weight")
-    if compare_versions("trl", "<", "1.15"):
-        raise ValueError("weights of pairs need the fused head of trl>=1.15; install it, or remove the column weight")
+    require_fused_head("the column weight", "remove the column")
 
 
 class PairWeightsMixin:

@@ -37,6 +37,12 @@ def _shifted_weights(batch: Mapping[str, Any]) -> Tensor:
     return labels.ne(IGNORED).float()
 
 
+def require_fused_head(option: str, way: str = "") -> None:
+    """Raise a ValueError for an option that needs values per token of a model, which TRL has from 1.15 on."""
+    if compare_versions("trl", "<", "1.15"):
+        raise ValueError(f"{option} needs the fused head of trl>=1.15; install it{way and ', or ' + way}")
+
+
 def check_weighing(args: Any, compute_loss_func: Any) -> None:
     """Raise a ValueError if the loss of a `trl.SFTConfig` cannot read weights of labels."""
     refused = {
@@ -47,8 +53,7 @@ def check_weighing(args: Any, compute_loss_func: Any) -> None:
     for name, is_set in refused.items():
         if is_set:
             raise ValueError(f"{name} does not read the weights of labels; leave it out, or remove the weights")
-    if compare_versions("trl", "<", "1.15"):
-        raise ValueError("weights of labels need the fused head of trl>=1.15; install it, or remove the weights")
+    require_fused_head("the weighing of labels", "remove the weights")
 
 
 class WeighingMixin:

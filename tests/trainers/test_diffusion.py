@@ -199,7 +199,7 @@ def test_windows_of_whole_documents_have_two_sides(tmp_path: Any) -> None:
 def test_older_versions_of_trl_and_other_arguments_are_refused(tmp_path: Any, monkeypatch: Any) -> None:
     with pytest.raises(TypeError, match="args must be a SFTConfig, got TrainingArguments"):
         PackedDiffusionTrainer(tiny_model(), TrainingArguments(tmp_path), block_collator(), make_examples())  # type: ignore[arg-type]
-    monkeypatch.setattr("flashmask_hf.trainers.diffusion.compare_versions", lambda *_: True)
+    monkeypatch.setattr("flashmask_hf.trainers.weighing.compare_versions", lambda *_: True)
     with pytest.raises(ValueError, match=r"needs the fused head of trl>=1\.15; install it"):
         build(tmp_path, block_collator())
 

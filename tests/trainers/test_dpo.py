@@ -27,7 +27,7 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from flashmask_hf.collators import DataCollatorForSharedQuestion
 from flashmask_hf.hf.packed.rows import run_packed
-from flashmask_hf.trainers import SharedQuestionDPOConfig, SharedQuestionDPOTrainer, pair_weights
+from flashmask_hf.trainers import SharedQuestionDPOConfig, SharedQuestionDPOTrainer, pair_weights, weighing
 from flashmask_hf.trainers.loading import flashmask_policy
 
 pytestmark = TRAINER_WARNINGS
@@ -500,8 +500,8 @@ def test_wrong_weights_of_pairs_raise(model_path, tokenizer, tmp_path, monkeypat
         options = {"data": weighed_rows(), "loss_type": ["sigmoid", name]}
         with pytest.raises(ValueError, match=f"loss_type='{name}' is no mean over pairs, .*; remove the column weight"):
             make(SharedQuestionDPOTrainer, model_path, tokenizer, tmp_path, **options)
-    monkeypatch.setattr(pair_weights, "compare_versions", lambda *_: True)
-    with pytest.raises(ValueError, match="need the fused head of"):
+    monkeypatch.setattr(weighing, "compare_versions", lambda *_: True)
+    with pytest.raises(ValueError, match="the column weight needs the fused head of"):
         make(SharedQuestionDPOTrainer, model_path, tokenizer, tmp_path, data=weighed_rows())
 
 

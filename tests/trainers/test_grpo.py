@@ -447,8 +447,8 @@ def test_other_wrong_set_ups_raise(checkpoints, tokenizer, tmp_path, monkeypatch
     with pytest.raises(TypeError, match="SharedPromptGRPOConfig"):
         make(transformers.TrainingArguments(**trainer_settings(tmp_path)))
     with monkeypatch.context() as patched:
-        patched.setattr("flashmask_hf.trainers.option_checks.compare_versions", lambda *_: True)
-        with pytest.raises(ValueError, match="install trl"):
+        patched.setattr("flashmask_hf.trainers.weighing.compare_versions", lambda *_: True)
+        with pytest.raises(ValueError, match="use_liger_kernel needs the fused head of trl"):
             make(GRPOConfig(**settings, use_liger_kernel=True))
     trainer = make(GRPOConfig(**settings))
     start_training(trainer)

@@ -214,7 +214,7 @@ def test_losses_that_do_not_read_weights_are_refused(options, problem):
 def test_older_versions_of_trl_are_refused(monkeypatch):
     """TRL 1.14 has no values per token."""
     monkeypatch.setattr(weighing, "compare_versions", lambda *_: True)
-    with pytest.raises(ValueError, match=r"need the fused head of trl>=1\.15; install it, or remove the weights"):
+    with pytest.raises(ValueError, match=r"needs the fused head of trl>=1\.15; install it, or remove the weights"):
         weighing.check_weighing(SimpleNamespace(loss_type="nll", label_smoothing_factor=0.0), None)
 
 
