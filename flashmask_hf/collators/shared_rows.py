@@ -160,7 +160,7 @@ def gather_logps(
     head: Callable[[Tensor], Tensor],
     rows: SharedRows,
     *,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     chunk: int = 1024,
     entropy: bool = False,
 ) -> Tensor:
@@ -173,7 +173,8 @@ def gather_logps(
         head: function of hidden states [m, H] that returns logits [m, V], such as `model.lm_head`; with the model's
             scale or softcap of logits, if it has one.
         rows: of `pack_shared`.
-        temperature: divisor of the logits.
+        temperature: divisor of the logits, a number, or a tensor [N, 1] for each row of the batch or [N, K] for each
+            token of `scored`.
         chunk: most tokens with logits at a time, at least 1.
         entropy: whether to return the entropies of the predictions, too.
 
@@ -181,19 +182,26 @@ def gather_logps(
         Tensor: float32 [N, K], 0 for tokens that are not scored; with `entropy` [2, N, K], the entropies last.
 
     Raises:
-        ValueError: `chunk` is out of range.
+        ValueError: `chunk` is out of range, or `temperature` has another shape.
     """
     size = as_integer("chunk", chunk, 1)
+    if not isinstance(temperature, Tensor):
+        temperature = torch.full((), temperature, dtype=torch.float32, device=rows.scored.device)
+    elif temperature.dim() and temperature.shape not in (rows.scored.shape, (len(rows.scored), 1)):
+        got, shape = list(temperature.shape), list(rows.scored.shape)
+        raise ValueError(f"temperature must be a number, [N, 1] or [N, K] for scored {shape}, got {got}; reshape it")
+    divisors = temperature.to(rows.scored.device, torch.float32).expand(rows.scored.shape).flatten()[rows.places]
 
-    def score(states: Tensor, labels: Tensor) -> Tensor:
-        logits = head(states).float() / temperature
+    def score(states: Tensor, labels: Tensor, divisor: Tensor) -> Tensor:
+        logits = head(states).float() / divisor[:, None]
         total = logits.logsumexp(-1)
         found = [logits.gather(-1, labels[:, None])[:, 0] - total]
         if entropy:
             found.append(total - (logits.softmax(-1) * logits).sum(-1))
         return torch.stack(found)
 
-    chunks = zip(hidden.flatten(0, 1)[rows.predictors].split(size), rows.labels.split(size), strict=True)
+    parts = hidden.flatten(0, 1)[rows.predictors], rows.labels, divisors
+    chunks = zip(*(part.split(size) for part in parts), strict=True)
     values = torch.cat([checkpoint(score, *part, use_reentrant=False) for part in chunks], 1)
     scores = values.new_zeros(len(values), rows.scored.numel()).index_copy(1, rows.places, values)
     scores = scores.unflatten(1, rows.scored.shape)

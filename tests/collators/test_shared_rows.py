@@ -138,6 +138,21 @@ def test_the_head_sees_the_predictors_of_scored_tokens_in_chunks():
     assert not gather_logps(hidden, head, nothing).any()
 
 
+@pytest.mark.parametrize("columns", [1, RESPONSE])
+def test_rows_or_tokens_have_temperatures_of_their_own(columns):
+    batch = rollouts()
+    rows = pack_shared(**batch, scored=batch["attention_mask"][:, PROMPT:])
+    hidden, head = torch.randn(*rows.batch["input_ids"].shape, 4), torch.nn.Linear(4, 48)
+    low, high = (gather_logps(hidden, head, rows, temperature=x, entropy=True, chunk=7) for x in (0.5, 3))
+    is_low = (torch.arange(12)[:, None] + torch.arange(columns)) % 3 == 0
+    given = torch.where(is_low, 0.5, 3.0)
+    found = gather_logps(hidden, head, rows, temperature=given, entropy=True, chunk=7)
+    assert torch.equal(found, torch.where(is_low, low, high))
+    for wrong in (given[:, 0], given[:1], given[None]):
+        with pytest.raises(ValueError, match=r"temperature must be a number, \[N, 1\] or \[N, K\] for scored \[12, 6\]"):
+            gather_logps(hidden, head, rows, temperature=wrong)
+
+
 def test_scores_need_no_value_of_the_device():
     """Tensors without data stand for a device, for which the host would wait."""
     rows = pack_shared(**rollouts())
