@@ -148,11 +148,11 @@ def split_by(program: str, stand_in: Any) -> Any:
         stand_in("verl.utils.ulysses", get_ulysses_sequence_parallel_world_size=lambda: sizes[0])
         return lambda size: sizes.__setitem__(0, size or 1)
     state = SimpleNamespace(world_size=2)
-    stand_in("swift.sequence_parallel.sequence_parallel", sequence_parallel=state)
+    stand_in("swift.sequence_parallel" if program == "ms-swift" else program, sequence_parallel=state)
     return lambda size: setattr(state, "world_size", size)
 
 
-@pytest.mark.parametrize("program", ["verl", "ms-swift"])
+@pytest.mark.parametrize("program", ["verl", "ms-swift", "swift.trainers.sequence_parallel"])
 def test_sequence_parallelism_inside_flash_attention_is_refused(program, stand_in):
     """A rank's slice, whose positions go on, would attend to itself; also if the model ran before."""
     model, other = make_model(), make_model("sdpa")
@@ -161,7 +161,7 @@ def test_sequence_parallelism_inside_flash_attention_is_refused(program, stand_i
     set_size = split_by(program, stand_in)
     for called in (model, make_model()):
         with pytest.raises(
-            ValueError, match=f"{program} splits rows over ranks .* Set its sequence parallel size to 1"
+            ValueError, match=r"(verl|ms-swift) splits rows over ranks .* Set its sequence parallel size to 1"
         ):
             called(**shard)
     other(**shard)

@@ -27,6 +27,9 @@ CHECKS: list[Rule] = []
 AFTER: list[Rule] = []
 """Checks that follow a call, and ask what was read in it."""
 
+_MS_SWIFT = ("swift.sequence_parallel", "swift.trainers.sequence_parallel")
+"""Modules of ms-swift with the number of ranks per row: of 4.0 to 4.6, and of 3.12."""
+
 
 def hides_more(indices: Tensor, attention_mask: Any, ends: Tensor | None = None) -> Tensor:
     """Return for which keys mask indices show other rows of tokens than an attention that ignores them.
@@ -126,10 +129,10 @@ def _is_not_split_by_a_program(call: Call) -> Verdict | None:
 def _find_splitting_program() -> str | None:
     """Return the name of an imported program whose sequence parallelism is on in this process, or None."""
     verl = sys.modules.get("verl.utils.ulysses")
-    swift = sys.modules.get("swift.sequence_parallel.sequence_parallel")
     if verl is not None and verl.get_ulysses_sequence_parallel_world_size() > 1:
         return "verl"
-    return "ms-swift" if swift is not None and (swift.sequence_parallel.world_size or 1) > 1 else None
+    swift = [sys.modules[name] for name in _MS_SWIFT if name in sys.modules]
+    return "ms-swift" if any((x.sequence_parallel.world_size or 1) > 1 for x in swift) else None
 
 
 @rule(
