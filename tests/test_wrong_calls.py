@@ -225,13 +225,6 @@ WRONG = {
         RuntimeError,
         "alora_invocation_tokens once per row",
     ),
-    "labels of every path in a model that does not compute the loss": (
-        lambda: llama().train()(
-            ROW, position_ids=POSITIONS, startend_row_indices=VECTORS, shift_labels=ROW[None], use_cache=False
-        ),
-        ValueError,
-        "shift_labels of all paths .* Use the plain Trainer without smoothing.*per_path=False",
-    ),
     # documents that nothing reads
     "positions of documents with activated LoRA": (
         lambda: with_activated_lora(position_ids=POSITIONS),

@@ -23,7 +23,7 @@ from flashmask_hf.collators.diffusion import DataCollatorForBlockDiffusion, Data
 from flashmask_hf.collators.encoders import DataCollatorForPackedEncoders
 from flashmask_hf.collators.forest import Forest
 from flashmask_hf.collators.language_modeling import DataCollatorForPackedLanguageModeling
-from flashmask_hf.collators.loss import diffusion_loss, tree_loss
+from flashmask_hf.collators.loss import diffusion_loss
 from flashmask_hf.collators.packing import PackedRows, pack_forests
 from flashmask_hf.collators.preference import DataCollatorForSharedQuestion
 from flashmask_hf.collators.reward import DataCollatorForMultiAnswerReward
@@ -55,7 +55,6 @@ __all__ = [
     "pack_forests",
     "pack_shared",
     "packing_efficiency",
-    "tree_loss",
 ]
 
 

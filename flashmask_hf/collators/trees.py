@@ -11,12 +11,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flashmask_hf._numbers import check_bool
-from flashmask_hf.collators.columns import as_integers, as_numbers, as_token_ids, example_names
+from flashmask_hf.collators.columns import as_integers, as_token_ids, example_names
 from flashmask_hf.collators.documents import padded
 from flashmask_hf.collators.forest import Forest
-from flashmask_hf.collators.labels import MASK_COLUMNS
-from flashmask_hf.collators.packing import PackedRows, RowPacker
+from flashmask_hf.collators.labels import MASK_COLUMNS, WEIGHT
+from flashmask_hf.collators.packing import RowPacker
 from flashmask_hf.names import IGNORED
 
 
@@ -32,23 +31,13 @@ class DataCollatorForTrees(RowPacker):
     segment gives its last token to each of its children. Loss and gradients equal training on every root-to-leaf path
     as a separate sequence, with a shared token's label only in the first path that contains the token.
 
-    Args:
-        per_path: whether every path keeps all its labels, so that a shared token counts once per leaf below it. Set
-            `model.loss_function = flashmask_hf.collators.tree_loss`; without it, these batches raise. `weights`, one
-            number per leaf in the order of the segments, are factors of the losses of the leaf's path; the sum is
-            divided by the number of labels. `flashmask_hf.collators` describes the other options and errors.
-
     Returns:
         dict[str, Tensor]: `input_ids`, `labels` and `position_ids`, int64 [rows, S]; and `startend_row_indices`, int32
-        [rows, 1, S, 1]. With `per_path`, for W leaves of an example at most, `labels` are -100, and there are
-
-        * `shift_labels`, int64 [rows, W, S]: entry [r, w, s] is the label that token s of row r predicts on path w
-          through it, or -100;
-        * `path_weights`, float32 [rows, W, S], the weights of these paths, if an example has them.
+        [rows, 1, S, 1].
 
     Raises:
         ValueError: also for an empty segment, segments out of depth-first order, labels of another layout, masks in
-            place of labels, or weights that are not finite, not one per leaf, or given without `per_path`.
+            place of labels, or weights.
 
     Example:
         >>> batch = DataCollatorForTrees()([{"input_ids": [[1, 2, 3], [4, 5], [6]], "parents": [-1, 0, 0]}])
@@ -60,40 +49,21 @@ class DataCollatorForTrees(RowPacker):
         tensor([[0, 1, 2, 3, 4, 2, 3]])
         >>> batch["startend_row_indices"].flatten()
         tensor([7, 7, 5, 5, 5, 7, 7], dtype=torch.int32)
-
-        >>> collator = DataCollatorForTrees(per_path=True)
-        >>> batch = collator([{"input_ids": [[1, 2, 3], [4, 5], [6]], "parents": [-1, 0, 0]}])
-        >>> batch["shift_labels"]
-        tensor([[[   2,    3,    4,    5, -100, -100],
-                 [   2,    3,    6, -100, -100, -100]]])
     """
-
-    per_path: bool = False
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_bool("per_path", self.per_path)
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """Collate one batch."""
         names = example_names(examples)
-        read = [_read(example, name) for example, name in zip(examples, names, strict=True)]
-        weights = [_weights(one, tree, name) for one, (tree, _), name in zip(examples, read, names, strict=True)]
-        given = [name for name, own in zip(names, weights, strict=True) if own is not None]
-        if given and not self.per_path:
-            raise ValueError(f"{given[0]} has weights, which are for paths: set per_path=True, or remove the column")
-        if not self.per_path:
-            placed = [(learn_once(tree), labels) for tree, labels in read]
-            read = [(tree, np.where(places < 0, IGNORED, own[places])) for (tree, places), own in placed]
-        rows = self._pack([tree for tree, _ in read], names)
-        labels = rows.spread([labels for _, labels in read], filler=IGNORED)
-        batch = rows.batch() | {"labels": torch.from_numpy(labels)}
-        if self.per_path:
-            found, factors = _paths(rows, labels, weights)
-            batch |= {"labels": torch.full_like(batch["labels"], IGNORED), "shift_labels": found}
-            return batch | ({"path_weights": factors} if given else {})
-        labels[rows.position_ids == 0] = IGNORED
-        return batch
+        trees, labels = [], []
+        for example, name in zip(examples, names, strict=True):
+            tree, own = _read(example, name)
+            tree, places = learn_once(tree)
+            trees.append(tree)
+            labels.append(np.where(places < 0, IGNORED, own[places]))
+        rows = self._pack(trees, names)
+        spread = rows.spread(labels, filler=IGNORED)
+        spread[rows.position_ids == 0] = IGNORED
+        return rows.batch() | {"labels": torch.from_numpy(spread)}
 
 
 def _read(example: Mapping[str, Any], name: str) -> tuple[Forest, NDArray[np.int64]]:
@@ -111,6 +81,9 @@ def _read(example: Mapping[str, Any], name: str) -> tuple[Forest, NDArray[np.int
         labels = _segments(example["labels"], "labels", name)
     elif masks := [column for column in MASK_COLUMNS if example.get(column) is not None]:
         raise ValueError(f"{name} has {masks[0]} and no labels; give labels in the layout of input_ids, -100 to ignore")
+    if given := [column for column in (WEIGHT, "weights") if example.get(column) is not None]:
+        way = "PackedSFTTrainer(share_prefixes=True) on one example per path reads weights"
+        raise ValueError(f"{name} has {given[0]}, which trees do not read; remove the column: {way}")
     if [len(own) for own in labels] != [len(own) for own in tokens]:
         raise ValueError(f"labels of {name} must have the layout of its input_ids")
     try:
@@ -123,14 +96,6 @@ def _read(example: Mapping[str, Any], name: str) -> tuple[Forest, NDArray[np.int
     except ValueError as error:
         raise ValueError(f"input_ids and parents of {name} are no forest: {error}") from None
     return tree, np.concatenate(labels)
-
-
-def _weights(example: Mapping[str, Any], tree: Forest, name: str) -> list[float] | None:
-    """Return the weight of each leaf of an example, or None if it has none."""
-    weights = example.get("weights")
-    if weights is None:
-        return None
-    return as_numbers(weights, len(tree.leaves()), "leaves", f"weights of {name}")
 
 
 def learn_once(tree: Forest) -> tuple[Forest, NDArray[np.int64]]:
@@ -158,25 +123,6 @@ def learn_once(tree: Forest) -> tuple[Forest, NDArray[np.int64]]:
     labelled = np.full(len(places), -1)
     labelled[firsts] = places[firsts]
     return Forest.from_segments([tree.tokens[own] for own in kept], parents), labelled
-
-
-def _paths(rows: PackedRows, labels: NDArray[np.int64], weights: Sequence[list[float] | None]) -> tuple[Tensor, Tensor]:
-    """Return the labels that tokens predict on each path, int64 [R, W, S], and the paths' weights, float32 [R, W, S].
-
-    `labels` are int64 [R, S]; `weights` has the weights of each forest's leaves, None is 1.
-    """
-    paths = [rows.paths(index) for index in range(len(rows.forests))]
-    shape = (len(labels), max(map(len, paths)), labels.shape[1])
-    found = torch.full(shape, IGNORED)
-    factors = torch.ones(shape)
-    flat = torch.from_numpy(labels).flatten()
-    for own, given in zip(paths, weights, strict=True):
-        for nth, path in enumerate(own):
-            row, place = path[:-1] // shape[2], path[:-1] % shape[2]
-            found[row, nth, place] = flat[path[1:]]
-            if given is not None:
-                factors[row, nth, place] = given[nth]
-    return found, factors
 
 
 def _segments(values: Any, column: str, name: str) -> list[NDArray[np.int64]]:

@@ -35,7 +35,7 @@ _HARMLESS = {
     "output_hidden_states output_router_logits past_key_values position_embeddings return_dict seq_idx token_type_ids "
     "use_cache",
     "FlashAttention": "cu_seq_lens_k max_length_k max_length_q",
-    "trainers": "completion_mask num_items_in_batch path_weights return_loss shift_labels skip_logits",
+    "trainers": "completion_mask num_items_in_batch return_loss shift_labels skip_logits",
     "this package": f"{DIFFUSION_LABELS} {DIFFUSION_WEIGHTS} {PACKED_INDEX} {PACKED_REAL}",
 }
 """Keywords that do not change the result, by what passes them."""

@@ -20,7 +20,7 @@ from flashmask_hf.torch_internals import device_assert
 if TYPE_CHECKING:  # some builds of torch lack it
     from torch.distributed import ProcessGroup
 
-_SHARDED = ("input_ids", "position_ids", "labels", "shift_labels", "path_weights", LABEL_WEIGHTS)
+_SHARDED = ("input_ids", "position_ids", "labels", "shift_labels", LABEL_WEIGHTS)
 """Batch keys with tokens in the last axis."""
 
 _SHIFTED = {"labels": ("shift_labels", IGNORED), LABEL_WEIGHTS: (SHIFT_LABEL_WEIGHTS, 0)}
@@ -70,8 +70,8 @@ class RowSplit:
         gradients.
 
         Args:
-            batch: `startend_row_indices`, `input_ids`, `position_ids` (default: the split's), and `labels` [B, S] (and
-                `label_weights`) or `shift_labels` (and `path_weights`) [B, S] or [B, W, S].
+            batch: `startend_row_indices`, `input_ids`, `position_ids` (default: the split's), and `labels` (and
+                `label_weights`) or `shift_labels` [B, S].
 
         Raises:
             ValueError: mask indices are missing; a key cannot be split; a tensor has another length; `position_ids`

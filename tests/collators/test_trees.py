@@ -7,14 +7,12 @@ import torch
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tools.tiny import TRAINER_WARNINGS, VOCAB, llama_config, trainer_settings, word_tokenizer
-from torch._subclasses import FakeTensorMode
-from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, Trainer, TrainingArguments
-from trl import SFTConfig, SFTTrainer
+from tools.tiny import TRAINER_WARNINGS, VOCAB, llama_config, trainer_settings
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import flashmask_hf.collators.loss as loss_module
 import flashmask_hf.collators.trees as trees
-from flashmask_hf.collators import DataCollatorForTrees, tree_loss
+from flashmask_hf.collators import DataCollatorForTrees
 
 pytestmark = TRAINER_WARNINGS
 
@@ -129,6 +127,7 @@ def test_trees_train_in_the_plain_trainer(tmp_path):
         ({"parents": [-1, 0, 3, 1, 0]}, ValueError, "are no forest: .* depth-first order"),
         ({"labels": [[5], [6], [8], [9, 10], [11]]}, ValueError, "labels of example 0 must have the layout"),
         ({"labels": None, "completion_mask": [[0], [1], [1], [1], [1]]}, ValueError, "completion_mask and no labels"),
+        ({"weights": [1.0, 2.0, 3.0]}, ValueError, "example 0 has weights, which trees do not read; remove the column"),
         ({"attention_mask": [[1], [1, 0], [1], [1, 1], [1]]}, ValueError, "example 0 holds padding .*padding=False"),
     ],
 )  # fmt: skip
@@ -137,175 +136,3 @@ def test_an_invalid_tree_raises(change, error, message):
         DataCollatorForTrees()([{**TREE, **change}])
     with pytest.raises(TypeError, match="max_length must be an int, got True"):
         DataCollatorForTrees(max_length=True)
-    with pytest.raises(TypeError, match="per_path must be True or False, got 1"):
-        DataCollatorForTrees(per_path=1)  # type: ignore[arg-type]
-
-
-# Every path by itself
-
-
-def leaf_paths(example):
-    """Return tokens, labels and weight of each path from a root to a leaf."""
-    leaves = [s for s in range(len(example["parents"])) if s not in example["parents"]]
-    found = []
-    for nth, leaf in enumerate(leaves):
-        lineage = [leaf]
-        while example["parents"][lineage[0]] != -1:
-            lineage.insert(0, example["parents"][lineage[0]])
-        tokens, labels = ([x for s in lineage for x in example[column][s]] for column in ("input_ids", "labels"))
-        found.append((tokens, labels, example["weights"][nth] if "weights" in example else 1.0))
-    return found
-
-
-@settings(max_examples=25)
-@given(examples(), st.sampled_from([{}, {"pad_to_multiple_of": 8}, {"max_length": 48}]), st.data())
-def test_loss_and_gradients_are_those_of_every_path(given_, options, data):
-    for example in given_[: data.draw(st.integers(0, len(given_)))]:
-        leaves = len(example["parents"]) - len(set(example["parents"]) - {-1})
-        example["weights"] = data.draw(st.lists(st.sampled_from([-1.0, 0.5, 2.0]), min_size=leaves, max_size=leaves))
-    alone, total, count = model("eager"), torch.zeros(()), 0
-    for tokens, labels, weight in (path for example in given_ for path in leaf_paths(example)):
-        own = sum(label != -100 for label in labels[1:])
-        if own:
-            loss = alone(input_ids=torch.tensor([tokens]), labels=torch.tensor([labels])).loss
-            total, count = total + weight * own * loss, count + own
-    batch = DataCollatorForTrees(**options, per_path=True)(given_)
-    assert batch["shift_labels"].ne(-100).sum() == count
-    assert ("path_weights" in batch) == any("weights" in example for example in given_)
-    packed = model("flashmask")
-    packed.loss_function = tree_loss
-    for items in (None, 7, torch.tensor(7)):
-        packed.zero_grad()
-        loss = packed(**batch, use_cache=False, num_items_in_batch=items).loss
-        if not count:
-            assert loss == 0
-            continue
-        loss.backward()
-        alone.zero_grad()
-        expected = total / (7 if items is not None else count)
-        expected.backward(retain_graph=True)
-        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
-        for one, other in zip(packed.parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
-
-
-def test_the_trainer_accumulates_all_paths(tmp_path):
-    """One step over two batches of trees is that over all of their paths, each a row of its own."""
-    chain = {"input_ids": [[5, 6, 7]], "parents": [-1], "labels": [[5, 6, 7]]}
-    given_ = [TREE, TREE | {"input_ids": [[12], [13, 14], [15], [16, 17], [18]]}, chain, chain]
-    rows = [{"input_ids": t, "labels": labels} for one in given_ for t, labels, _ in leaf_paths(one)]
-    logs = []
-    for dataset, collator, attention, size in (
-        (given_, DataCollatorForTrees(per_path=True), "flashmask", 2),
-        (rows, DataCollatorForSeq2Seq(word_tokenizer(), label_pad_token_id=-100), "eager", 4),
-    ):
-        options = trainer_settings(tmp_path) | {
-            "max_steps": 1, "per_device_train_batch_size": size, "gradient_accumulation_steps": 2, "max_grad_norm": 1e9,
-        }  # fmt: skip
-        trained = model(attention)
-        if attention == "flashmask":
-            trained.loss_function = tree_loss
-        data = Dataset.from_list(dataset)
-        args = TrainingArguments(**options, remove_unused_columns=False)
-        trainer = Trainer(trained, args, train_dataset=data, eval_dataset=data, data_collator=collator)
-        evaluated = trainer.evaluate()["eval_loss"] if attention == "flashmask" else None
-        trainer.train()
-        logs.append((trainer.state.log_history[-2], evaluated))
-    (trees_, evaluated), (paths_, _) = logs
-    assert trees_["loss"] == pytest.approx(paths_["loss"], rel=1e-5)
-    assert trees_["grad_norm"] == pytest.approx(paths_["grad_norm"], rel=1e-4)
-    assert evaluated is not None
-
-
-def test_paths_need_their_loss():
-    batch = DataCollatorForTrees(per_path=True)([TREE])
-    with pytest.raises(ValueError, match=r"model.loss_function = flashmask_hf.collators.tree_loss"):
-        model("flashmask")(**batch, use_cache=False)
-    trained = model("flashmask")
-    trained.loss_function = tree_loss
-    for other in (batch | {"shift_labels": batch["shift_labels"][:, 0]}, DataCollatorForTrees()([TREE])):
-        with pytest.raises(ValueError, match=r"shift_labels must be \[R, W, S\].*per_path=True"):
-            trained(**other, use_cache=False)
-    other = model("sdpa")
-    other.loss_function = tree_loss
-    with pytest.raises(RuntimeError, match="attn_implementation='sdpa' ignores them"):
-        other(**batch, use_cache=False)
-
-
-@pytest.mark.parametrize("shape", [(2, 2, 3), (1, 2, 2), (1, 2, 3, 1)], ids=str)
-def test_labels_for_other_logits_raise(shape):
-    with pytest.raises(ValueError, match=r"shift_labels must be \[R, W, S\] for logits .* = \[1, 3, 4\]"):
-        tree_loss(torch.zeros(1, 3, 4), shift_labels=torch.ones(shape, dtype=torch.int64))
-
-
-def test_the_loss_of_sixteen_bit_logits_is_float32():
-    logits = torch.randn(1, 3, 4, dtype=torch.bfloat16)
-    labels = torch.tensor([[[1, 2, -100]]])
-    assert torch.equal(tree_loss(logits, shift_labels=labels), tree_loss(logits.float(), shift_labels=labels))
-
-
-def test_the_entry_that_is_not_learned_may_be_another():
-    labels = torch.tensor([[[1, 2, -100], [1, -100, 3]]])
-    want = tree_loss(torch.arange(12.0).view(1, 3, 4) ** 2, shift_labels=labels)
-    labels[labels == -100] = 0
-    assert torch.equal(tree_loss(torch.arange(12.0).view(1, 3, 4) ** 2, shift_labels=labels, ignore_index=0), want)
-
-
-def test_the_batch_may_be_on_another_device_than_the_logits():
-    with FakeTensorMode():
-        logits = torch.zeros(1, 3, 4, device="cuda:1")
-        labels = torch.zeros(1, 2, 3, dtype=torch.int64, device="cuda:0")
-        weights, count = torch.zeros(1, 2, 3, device="cuda:0"), torch.ones((), dtype=torch.int64, device="cuda:0")
-        loss = tree_loss(logits, shift_labels=labels, path_weights=weights, num_items_in_batch=count)
-        assert loss.device == logits.device
-
-
-def test_paths_in_a_trainer_of_trl_raise(tmp_path):
-    """It computes the loss by a head of its own."""
-    trained = model("flashmask")
-    trained.loss_function = tree_loss
-    args = SFTConfig(**trainer_settings(tmp_path), remove_unused_columns=False)
-    collator = DataCollatorForTrees(per_path=True)
-    data = Dataset.from_list([TREE] * 4)
-    trainer = SFTTrainer(trained, args, collator, train_dataset=data, processing_class=word_tokenizer())
-    with pytest.raises(ValueError, match="Use the plain Trainer without smoothing and fused losses"):
-        trainer.train()
-
-
-def test_paths_under_the_fused_loss_of_liger_raise():
-    """It would take the labels of the first path for those of all."""
-    trained = model("flashmask")
-    trained.loss_function = tree_loss
-    forward = trained.forward
-
-    def lce_forward(*args, **kwargs):
-        return forward(*args, **kwargs)
-
-    lce_forward.__module__ = "liger_kernel.transformers.model.llama"
-    trained.forward = lce_forward  # as use_liger_kernel=True does
-    batch = DataCollatorForTrees(per_path=True)([TREE])
-    with pytest.raises(ValueError, match="Use the plain Trainer without smoothing and fused losses"):
-        trained.train()(**batch, use_cache=False)
-    assert trained.eval()(**batch, use_cache=False).loss > 0  # Liger has the model's loss there
-
-
-@pytest.mark.parametrize(
-    ("weights", "error", "message"),
-    [
-        ([1.0, 2.0], ValueError, "weights of example 0 must be one number for each of its 3 leaves"),
-        (2.0, ValueError, "weights of example 0 must be one number for each of its 3 leaves, got 2.0"),
-        ([1.0, 2.0, "3"], TypeError, "each of the weights of example 0 must be a number"),
-        ([1.0, 2.0, float("nan")], ValueError, "each of the weights of example 0 must be finite .* got nan"),
-        (
-            [1.0, 2.0, 1e39],
-            ValueError,
-            r"each of the weights of example 0 must be finite and at most 3.4e38, got 1e\+39",
-        ),
-        ([-(10**400), 2.0, 1.0], ValueError, "each of the weights of example 0 must be finite .* got inf"),
-    ],
-)
-def test_invalid_weights_raise(weights, error, message):
-    with pytest.raises(error, match=message):
-        DataCollatorForTrees(per_path=True)([{**TREE, "weights": weights}])
-    with pytest.raises(ValueError, match="example 0 has weights, which are for paths: set per_path=True"):
-        DataCollatorForTrees()([{**TREE, "weights": [1.0, 2.0, 3.0]}])

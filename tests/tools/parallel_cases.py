@@ -18,7 +18,7 @@ from transformers.distributed import DistributedConfig
 
 import flashmask_hf
 from flashmask_hf import FlashMask, masks
-from flashmask_hf.collators import DataCollatorForPackedLanguageModeling, DataCollatorForTrees, tree_loss
+from flashmask_hf.collators import DataCollatorForPackedLanguageModeling, DataCollatorForTrees
 from flashmask_hf.long_rows.checkpointing import enable_checkpointing
 from flashmask_hf.parallel import contiguous_rows, sequence_parallel, split_rows
 
@@ -85,14 +85,14 @@ def documents() -> dict[str, torch.Tensor]:
     return batch
 
 
-def trees(per_path: bool = False) -> dict[str, torch.Tensor]:
+def trees() -> dict[str, torch.Tensor]:
     """Return a row of two shared questions, one with a third level, and padding."""
     torch.manual_seed(1)
     examples = [
         {"input_ids": [tokens(n) for n in (20, 9, 14, 6, 5)], "parents": [-1, 0, 0, 2, 2]},
         {"input_ids": [tokens(n) for n in (17, 8, 8, 21)], "parents": [-1, 0, 0, 0]},
     ]
-    return DataCollatorForTrees(max_length=128, per_path=per_path)(examples)
+    return DataCollatorForTrees(max_length=128)(examples)
 
 
 def masked(vectors: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -124,10 +124,8 @@ def learned(batch: dict[str, torch.Tensor]) -> int:
 
 def loss_of(model: Any, part: dict[str, torch.Tensor], count: int) -> torch.Tensor:
     """Return the sum of the losses of a batch with shifted labels, divided by the number of labels of all processes."""
-    labels, weights = part.pop("shift_labels"), part.pop("path_weights", None)
+    labels = part.pop("shift_labels")
     logits = model(**part, use_cache=False).logits
-    if labels.dim() == 3:
-        return tree_loss(logits, shift_labels=labels, path_weights=weights, num_items_in_batch=count)
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / count
 
 
@@ -506,7 +504,6 @@ CASES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "6 heads without groups": compare(heads=6, kv_heads=6),
     "trees, heads": compare(batch=trees, exchange="heads"),
     "trees, keys": compare(batch=trees, exchange="keys", layout="interleaved"),
-    "every path of trees": compare(batch=lambda: trees(per_path=True)),
     "prefixes, heads": compare(batch=prefix_documents, exchange="heads"),
     "prefixes, keys": compare(batch=prefix_documents, exchange="keys", layout="interleaved"),
     "window, heads": compare("mistral", exchange="heads"),

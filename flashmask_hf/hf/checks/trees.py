@@ -129,20 +129,6 @@ def _shifted_labels(call: Call) -> tuple[FlashMask, Tensor] | None:
     return (mask, labels) if shifts and call.get(PACKED_IDS) is None else None
 
 
-@rule(CHECKS, "labels of every path of a tree in a model without `tree_loss`", VECTORS, "shift_labels")
-def _takes_paths(call: Call) -> Verdict | None:
-    model, has_labels = call.model, call.get("labels") is not None
-    is_asked = model.base_model is not model and (model.training or has_labels)
-    if call.tensor("shift_labels", 3) is None or not is_asked:
-        return None
-    is_fused = call.get("fused_lm_head") or getattr(model.forward, "__module__", "").startswith("liger_kernel.")
-    takes_paths = has_labels and model.loss_function is not LOSS_MAPPING["ForCausalLM"]
-    return takes_paths and not (is_fused and model.training), (
-        "shift_labels of all paths of a tree need model.loss_function = flashmask_hf.collators.tree_loss (PEFT: of "
-        "get_base_model()). Use the plain Trainer without smoothing and fused losses, or per_path=False"
-    )
-
-
 @rule(CHECKS, "`labels` of a shard of a row, at whose edge the model's loss would lose a label", VECTORS, "labels")
 def _are_labels_whole(call: Call) -> Verdict | None:
     found = _shifted_labels(call)
