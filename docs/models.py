@@ -28,14 +28,14 @@ from tools.model_zoo import INPUTS, Family, Outcome, discover, examine, first_se
 INTRO = """\
 # Model families
 
-What works with `attn_implementation="flashmask"` per model family: the `model_type` of a config in transformers
+What works with `attn_implementation="flashmask"` per `model_type` in transformers
 {transformers}, with torch {torch}.
 
 {counts}
 
 | input | meaning |
 |---|---|
-| no / right / left padding | two rows; a 2D `attention_mask` hides three tokens of a row. One outcome counts for all |
+| no / right / left padding | two rows with a 2D `attention_mask`. One outcome counts for all |
 | packed | two documents in one row, with restarting `position_ids` alone |
 | mask indices | the same row with `startend_row_indices`, causal except for encoders |
 
@@ -45,13 +45,10 @@ What works with `attn_implementation="flashmask"` per model family: the `model_t
 | raises | raises the error of the [note](#notes) |
 | not called | no layer looks up its attention by name: `attn_implementation` changes nothing |
 | untested | eager attention cannot run it (see the note) |
-| - | does not apply: images have no padding; `position_ids` alone mark documents only in causal models that take them |
+| - | does not apply |
 
-`generate: raises` is the outcome of generation; the other modes have the first outcome. No cell differs from eager
-attention without an error.
-
-Text towers are the language models inside vision-language models; one that is a family itself, as in LLaVA, is listed
-once.
+`generate: raises` is the outcome of generation alone. No cell differs from eager attention without an error. Text
+towers are the language models inside vision-language models.
 
 Models with recurrent or convolutional layers raise for rows with several documents. On a GPU with transformers 5.23,
 kernels that read document boundaries make such rows work:
@@ -71,10 +68,9 @@ HEADER = "kind | no / right / left padding | packed | mask indices | families"
 IMAGES = """
 ## Rows with images
 
-Three documents with one, no and two images in one row, as the collator packs them: with mask indices and
-`position_ids`, along the axes of a model that has several. "Yes" is equal to each document alone under eager attention.
-The image tower is under "flashmask", too, unless the note says otherwise. Towers of timm (fast_vlm, gemma3n,
-perception_lm) are replaced by a convolution. transformers also lists evolla and mistral4, which take no images.
+Three documents with one, no and two images in one row, as the collator packs them. "Yes" is equal to each document
+alone under eager attention, with the image tower under "flashmask", too. Towers of timm (fast_vlm, gemma3n,
+perception_lm) are replaced by a convolution.
 """
 
 METHOD = """
@@ -83,18 +79,13 @@ METHOD = """
 `python docs/models.py` writes this page, and `tests/hf/test_models.py` checks every cell.
 
 Every family is built tiny with random weights and run in float32 on the CPU, with flashmask and with eager attention.
-Logits at real tokens (hidden states of models without a head) and, in training, gradients of all parameters must agree
-within 1e-4 of the largest entry. Modes:
-
-- evaluation: one forward, with `use_cache=False` for packed rows and mask indices.
-- training: the same forward and a backward.
-- generation, except for encoders: three tokens from `generate`. Packed rows, mask indices and towers without
-  `generate` instead continue the last document by three given tokens in the cache. With mask indices `generate` must
-  raise, because they do not cover the new tokens.
+Logits and, in training, all gradients must agree within 1e-4 of the largest entry. Generation, except for encoders, is
+three tokens from `generate`; packed rows and mask indices continue the last document in the cache. With mask indices
+`generate` must raise, because they do not cover the new tokens.
 
 With transformers 5.24 and torch 2.14, codegen and gptj work; falcon_mamba, mamba and mamba2 also raise in generation
 for mask indices. Of its new families, apertus1p5_text, exaone, omniasr, sarvam_mla and sarvam_moe work, lara_mini
-except for packed rows and mask indices; hy_v4_vl_text and inkling2_loop_text raise; dory is not tested.
+except for packed rows and mask indices; hy_v4_vl_text and inkling2_loop_text raise.
 """
 
 
