@@ -65,7 +65,8 @@ def test_a_cell_says_why_it_has_no_figure(figures):
         ["causal", "650/551", "655/547", "failed"],
         ["random eviction", "500/500", "cannot", "differs"],
     ]
-    assert "x 1, torch 2.11.0" in tables.peers()
+    assert "32 heads of 128, x 1:*" in tables.peers()
+    assert tables.versions() == "torch 2.11.0, Triton 3.6.0 and transformers 5.17.0 on GPUs"
     assert cells(tables.peers_widths()) == [
         ["head_dim", "FlashAttention-4", "cuDNN flex_attention"],
         ["192/128", "1.50", "not run"],

@@ -216,7 +216,7 @@ def table(
 
 
 def measured(rows: Sequence[Row], command: str, *more: str) -> str:
-    """Return one line of conditions: hardware, what else holds, versions, and the command that measures it."""
+    """Return one line of conditions: hardware, what else holds, versions of peers, and the command that measures it."""
     first = rows[0]
     gpus, launch = int(first.get("gpus", 1)), "python"
     machine = "Two cores" if first["gpu"] == "cpu" else f"One {first['gpu'].replace(' HBM3', '')}, bfloat16"
@@ -226,6 +226,4 @@ def measured(rows: Sequence[Row], command: str, *more: str) -> str:
     if "processor" in first:
         machine = f"{first['cores']} cores ({first['processor']}), Python {first['python']}"
     packages = dict.fromkeys(row["version"] for row in rows if row.get("version"))
-    versions = [f"torch {first['torch'].split('+')[0]}", f"Triton {first['triton']}"]
-    facts = [machine, *more, *packages, *versions, f"transformers {first['transformers']}"]
-    return f"*{', '.join(facts)}:* `{launch} recipes/{command}`"
+    return f"*{', '.join([machine, *more, *packages])}:* `{launch} recipes/{command}`"

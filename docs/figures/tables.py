@@ -72,6 +72,16 @@ def first_call(cache_state: str) -> str:
     return " to ".join(dict.fromkeys((times[0], times[-1]))) + " s"
 
 
+def versions() -> str:
+    """Return the versions of torch, Triton and transformers in all results, by device."""
+    found = sorted({
+        f"torch {row['torch'].split('+')[0]}, Triton {row['triton']} and transformers {row['transformers']} "
+        f"on {'CPUs' if row['gpu'] == 'cpu' else 'GPUs'}"
+        for row in read_all("*")
+    })  # fmt: skip
+    return "; ".join(found)
+
+
 def long_length() -> str:
     """Return the tokens of the longest row of the 8B shape."""
     return f"{max(int(row['tokens']) for row in read('long_rows_h200') if '8b' in row['shape']):,}"
@@ -662,7 +672,7 @@ TURNS, GROUPED = "medians of 5 turns, or 3 with 131,072", ("8192", "32768", "131
 PLAIN = (peers, peers_widths, deterministic, ragged, sparse, dropout, drafts, decoding, short, masks_made,
          fast_settings, settings, alignment, preference, trajectories, row_lengths, images, embeddings, profile,
          parallel, convergence, packing, sharing, first_step, sparse_training, gallery, long_length,
-         diffusion)  # fmt: skip
+         diffusion, versions)  # fmt: skip
 TEXTS: dict[str, Callable[[], str]] = {function.__name__.replace("_", "-"): function for function in PLAIN} | {
     "peers-long": partial(peers_shapes, "attention_peers_h200", ("32768", "131072"), LONG, ""),
     "peers-grouped": partial(peers_shapes, "attention_peers_gqa_h100", GROUPED, TURNS, " --tokens TOKENS --group 4"),
