@@ -18,7 +18,7 @@ def is_packed(values: Any) -> bool:
     """Return whether a column has the form that `pack_dataset` writes: documents, then an empty list."""
     try:
         return len(values) > 0 and len(values[-1]) == 0 and np.ndim(values[-1]) == 1
-    except (TypeError, ValueError):  # a number, or a ragged list
+    except (KeyError, TypeError, ValueError):  # a dict, a number, or a ragged list
         return False
 
 
@@ -74,17 +74,20 @@ def unread_documents(example: Mapping[str, Any]) -> str | None:
 
     Other packers number documents (`_FIRST_NUMBERS`), or write their bounds.
     """
-    for column in [name for name in _FIRST_NUMBERS if name in example]:
+    for column in (*_FIRST_NUMBERS, "cu_seq_lens_q"):
         try:
-            numbers = np.asarray(example[column])
-        except ValueError:  # a ragged list
+            numbers = np.asarray(example.get(column, ()))
+        except (TypeError, ValueError):  # a ragged list, or a tensor that NumPy cannot hold
             continue
-        if numbers.dtype.kind in "iu" and numbers.shape == (len(example["input_ids"]),):
-            numbers = numbers[numbers >= _FIRST_NUMBERS[column]]
-            if (numbers != numbers[:1]).any():
-                return column
-    bounds = example.get("cu_seq_lens_q")
-    return "cu_seq_lens_q" if bounds is not None and np.unique(bounds).size > 2 else None
+        if column == "cu_seq_lens_q":
+            several = np.unique(numbers).size > 2
+        elif numbers.dtype.kind in "iu" and numbers.shape == (len(example["input_ids"]),):
+            several = np.unique(numbers[numbers >= _FIRST_NUMBERS[column]]).size > 1
+        else:
+            several = False
+        if several:
+            return column
+    return None
 
 
 def _flatten(example: dict[str, Any], columns: Sequence[str], name: str) -> list[int] | None:

@@ -67,6 +67,7 @@ def read_weights(value: Any, labels: NDArray[Any], name: str) -> tuple[NDArray[A
     if given.ndim and len(given) != len(labels):
         problem = f"weight of {name} has {len(given)} entries, but its input_ids have {len(labels)}"
         raise ValueError(f"{problem}; give one number per token, or one number")
+    given = given.astype(np.float64)  # float16 takes the limit for infinity
     wrong = given[~(np.abs(given) <= _MAX_WEIGHT)]  # also NaN
     if wrong.size:
         raise ValueError(f"weight of {name} must be finite and at most 1e20, got {wrong[0]}; correct or remove it")

@@ -136,7 +136,7 @@ def pack_shared(
     else:
         starts |= positions == 0
     first = find_starts(numbers, positions, starts)
-    if first is None or (attention_mask is None and positions[0, 0] > 0):
+    if first is None or (attention_mask is None and positions[:, :1].any()):
         raise ValueError(
             "a sequence has padding inside, or positions that jump or do not start at 0; pass whole sequences, on each "
             "rank its own"

@@ -281,6 +281,7 @@ WRAPPING = [2**63 - 1, 2**63 - 1, 7]  # the sum wraps around to 5 in int64
         ({}, {"input_ids": [1.5]}, TypeError, "input_ids of example 1 must be integers"),
         ({}, {"input_ids": [[1, 2]]}, TypeError, "input_ids of example 1 must be a flat sequence"),
         ({}, {"input_ids": [1, [2]]}, TypeError, "input_ids of example 1 must be a flat sequence"),
+        ({}, {"input_ids": {"a": 1}}, TypeError, "input_ids of example 1 must be a flat sequence"),
         ({}, {"input_ids": [1, 2], "labels": [1]}, ValueError, "labels of example 1 has 1 entries"),
         ({}, {"input_ids": [1, 2], "completion_mask": [1]}, ValueError, "completion_mask of example 1"),
         ({}, {"input_ids": [1, 2], "attention_mask": [1, 0]}, ValueError, "example 1 holds padding"),

@@ -165,7 +165,7 @@ def test_documents_that_another_packer_told_in_other_columns_raise(column):
 
 @pytest.mark.parametrize("value", [7, [0, 1], [[0], [1, 1]], ["a", "b", "c"]], ids=["id", "short", "ragged", "text"])
 def test_a_column_named_seq_idx_that_numbers_no_tokens_is_ignored(value):
-    row = {"input_ids": [3, 4, 5], "seq_idx": value}
+    row = {"input_ids": [3, 4, 5], "seq_idx": value, "cu_seq_lens_q": [[0], [1, 1]]}
     assert len(DataCollatorForPackedLanguageModeling(completion_only_loss=False)([row])["input_ids"][0]) == 3
     assert pack_dataset(Dataset.from_list([row]), 4)["seq_lengths"][:] == [[3]]
 

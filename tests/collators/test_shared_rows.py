@@ -190,9 +190,12 @@ def test_wrong_batches():
     with pytest.raises(ValueError, match="positions that jump"):
         pack_shared(ids, position_ids=torch.tensor([[0, 1, 3], [0, 1, 2]]))
     with pytest.raises(ValueError, match="do not start at 0"):
-        pack_shared(ids, position_ids=torch.tensor([[4, 5, 6], [0, 1, 2]]))
-    with pytest.raises(ValueError, match="0 everywhere"):
-        pack_shared(ids, 0 * mask)
+        pack_shared(ids, position_ids=torch.tensor([[0, 1, 2], [4, 5, 6]]))
+    for empty in (0 * mask, mask[:, :0], mask[:0]):
+        with pytest.raises(ValueError, match="0 everywhere"):
+            pack_shared(ids[: len(empty), : empty.shape[1]], empty)
+        with pytest.raises(ValueError, match="nothing to pack"):
+            pack_shared(ids[:, :0])
     with pytest.raises(ValueError, match="more than the 2 of a row"):
         pack_shared(ids, max_length=2)
     with pytest.raises(ValueError, match="chunk must be"):

@@ -118,7 +118,7 @@ WRONG = {
         ValueError,
         "must be finite and at most 1e20, got nan; correct",
     ),
-    "infinite": (float("-inf"), ValueError, "must be finite and at most 1e20, got -inf"),
+    "infinite": (np.float16("-inf"), ValueError, "must be finite and at most 1e20, got -inf"),
     "huge": (1e21, ValueError, r"must be finite and at most 1e20, got 1e\+21"),
     "short": ([1.0, 2.0], ValueError, "has 2 entries, but its input_ids have 3; give one number per token, or one"),
     "empty": ([], ValueError, "has 0 entries, but its input_ids have 3"),
