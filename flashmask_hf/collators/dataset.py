@@ -144,13 +144,14 @@ def pack_dataset(
         raise ValueError(f"dataset has no input_ids column; tokenize it first. Its columns: {', '.join(first)}")
     _refuse_packed(first, "dataset")
     warn_of_weights(first, "dataset", read=WEIGHT)
-    if first.get("token_type_ids") is not None:
-        if share_prefixes:
-            problem = "the column token_type_ids may differ in a shared prefix; remove it, or leave share_prefixes out"
-            raise ValueError(f"share_prefixes=True: {problem}")
-        if loss_mean == "example" or first.get(WEIGHT) is not None:
-            name = "the column weight" if loss_mean == "token" else "loss_mean='example'"
-            raise ValueError(f"rows with weights have no token_type_ids; remove that column, or leave {name} out")
+    causes = {
+        "share_prefixes": share_prefixes,
+        "loss_mean='example'": loss_mean == "example",
+        "the column weight": first.get(WEIGHT) is not None,
+    }
+    cause = next((cause for cause, given in causes.items() if given), None)
+    if cause and first.get("token_type_ids") is not None:
+        raise ValueError(f"rows with weights have no token_type_ids; remove that column, or leave {cause} out")
     streamed = isinstance(dataset, IterableDataset)
     nullable = _GIVEN if streamed else (WEIGHT,)
     given = [name for name in _GIVEN if name in first and not (name in nullable and first[name] is None)]

@@ -10,10 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmask_hf.collators.columns import as_integers, check_lengths
-from flashmask_hf.depth_first import subtree_ends
-
-TokenIds: TypeAlias = Sequence[int] | NDArray[np.int64]
-"""Token ids of one segment, [n]."""
+from flashmask_hf.depth_first import flatten, subtree_ends
 
 Leaf: TypeAlias = tuple[int, int]
 """Index of a forest, and of the segment in it where a sequence ends: `forests[f].path(s)` locates its tokens."""
@@ -73,7 +70,7 @@ class Forest:
         """Build a forest from nested token lists, in the notation of `masks.tree`.
 
         Args:
-            trees: the roots. A node is a list of token ids, or a tuple (list of token ids, [children]).
+            trees: the roots. A node is a list or an array of token ids, or a tuple (token ids, [children]).
 
         Raises:
             TypeError: a node is neither a list of integers nor such a tuple.
@@ -88,39 +85,7 @@ class Forest:
         """
         if not trees:
             raise ValueError("trees is empty: a forest needs at least one tree")
-        segments: list[NDArray[np.int64]] = []
-        parents: list[int] = []
-        stack = [(f"trees[{index}]", tree, -1) for index, tree in enumerate(trees)][::-1]
-        while stack:
-            name, node, parent = stack.pop()
-            has_children = isinstance(node, tuple) and len(node) == 2 and isinstance(node[1], (list, tuple))
-            tokens, children = node if has_children else (node, [])
-            try:
-                segment = as_integers(None if isinstance(tokens, tuple) else tokens, name)
-            except TypeError:
-                raise TypeError(f"{name} must be a list of token ids, or (list of token ids, [children])") from None
-            if not segment.size:
-                raise ValueError(f"{name} is empty; leave it out, or give it tokens")
-            stack += [(f"{name}[1][{index}]", child, len(segments)) for index, child in enumerate(children)][::-1]
-            segments.append(segment)
-            parents.append(parent)
-        return cls.from_segments(segments, parents)
-
-    @classmethod
-    def shared_question(cls, question: TokenIds, answers: Sequence[TokenIds]) -> Forest:
-        """Build the tree of a question with its answers as children.
-
-        Args:
-            question: token ids, [Q], segment 0.
-            answers: token ids, [A] each, segments 1, 2 and so on.
-
-        Raises:
-            TypeError: a question or an answer does not hold integers.
-            ValueError: a question or an answer is empty.
-        """
-        segments = [as_integers(question, "question")]
-        segments += [as_integers(answer, f"answers[{index}]") for index, answer in enumerate(answers)]
-        return cls.from_segments(segments, [-1] + [0] * len(answers))
+        return cls.from_segments(*flatten("trees", trees, _split))
 
     @classmethod
     def from_segments(cls, segments: Sequence[NDArray[np.int64]], parents: Sequence[int]) -> Forest:
@@ -131,6 +96,14 @@ class Forest:
     def from_documents(cls, tokens: NDArray[np.int64], lengths: NDArray[np.int64]) -> Forest:
         """Build a forest of documents from their tokens [n] and lengths [documents]."""
         return cls(tokens, lengths, np.full(len(lengths), -1))
+
+    @classmethod
+    def join(cls, forests: Sequence[Forest]) -> Forest:
+        """Build a forest of the trees of several forests, in their order."""
+        before = np.cumsum([0, *(len(forest.parents) for forest in forests)])
+        parents = [np.where(x.parents < 0, -1, x.parents + n) for x, n in zip(forests, before, strict=False)]
+        tokens, lengths = (np.concatenate(x) for x in zip(*((x.tokens, x.lengths) for x in forests), strict=True))
+        return cls(tokens, lengths, np.concatenate(parents))
 
     def path(self, segment: int) -> NDArray[np.int64]:
         """Return the indices in `tokens` of the path from the root through a segment, int64 [depth].
@@ -154,6 +127,19 @@ class Forest:
     def depth(self) -> int:
         """Return the number of tokens on the longest path."""
         return int(_end_depths(self.lengths, self.parents).max())
+
+
+def _split(name: str, node: Any) -> tuple[NDArray[np.int64], Sequence[Any]]:
+    """Return the token ids, int64 [n], and the children of a node of `Forest.from_trees`."""
+    has_children = isinstance(node, tuple) and len(node) == 2 and isinstance(node[1], (list, tuple))
+    tokens, children = node if has_children else (node, [])
+    try:
+        segment = as_integers(None if isinstance(tokens, tuple) else tokens, name)
+    except TypeError:
+        raise TypeError(f"{name} must be a list of token ids, or (list of token ids, [children])") from None
+    if not segment.size:
+        raise ValueError(f"{name} is empty; leave it out, or give it tokens")
+    return segment, children
 
 
 def lay_out(lengths: NDArray[np.int64], parents: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

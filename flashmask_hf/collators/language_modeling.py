@@ -15,13 +15,13 @@ from flashmask_hf.collators.columns import example_names
 from flashmask_hf.collators.documents import is_packed, pieces, read_documents
 from flashmask_hf.collators.forest import Forest
 from flashmask_hf.collators.labels import LABEL_COLUMNS, WEIGHT, has_labels, read_labels, read_weights
-from flashmask_hf.collators.packing import PackedRows, PackingCollator, check_truncation_mode
+from flashmask_hf.collators.packing import PackedRows, RowPacker, check_truncation_mode
 from flashmask_hf.collators.tries import read_shared_row, shares_prefixes
 from flashmask_hf.names import EXAMPLE_TOKENS, IGNORED, LABEL_WEIGHTS
 
 
 @dataclass
-class DataCollatorForPackedLanguageModeling(PackingCollator):
+class DataCollatorForPackedLanguageModeling(RowPacker):
     """Data collator that packs the examples of a batch into rows in which each example attends only to itself.
 
     An example has `input_ids`, a sequence of integers. Its labels are, in this order:
@@ -77,12 +77,8 @@ class DataCollatorForPackedLanguageModeling(PackingCollator):
                 [2, 2, 0, 0]], dtype=torch.int32)
     """
 
-    pad_token_id: int = 0
-    max_length: int | None = None
-    pad_to_multiple_of: int | None = None
     truncation_mode: str = "error"
     completion_only_loss: bool | None = None
-    max_position_embeddings: int | None = None
 
     def __post_init__(self):
         super().__post_init__()

@@ -193,9 +193,9 @@ class PackingCollator:
         row, multiple = getattr(self, self._row_option), self.pad_to_multiple_of or 1
         for forest, name in zip(forests, names, strict=True):
             self._check_size(forest, name)
-        sizes = [len(forest.tokens) for forest in forests]
+        sizes = np.array([len(forest.tokens) for forest in forests])
         if row is None:
-            members, length = [list(range(len(forests)))], -(-sum(sizes) // multiple) * multiple
+            members, length = [list(range(len(forests)))], -(-int(sizes.sum()) // multiple) * multiple
         else:
             members, length = best_fit_decreasing(sizes, row), row
         input_ids = np.full((len(members), length), self.pad_token_id, dtype=np.int64)
@@ -203,17 +203,11 @@ class PackingCollator:
         subtree_ends = np.zeros(input_ids.shape, dtype=np.int32)
         starts = np.empty(len(forests), dtype=np.int64)
         for nth, chosen in enumerate(members):
-            token, segment = 0, 0
-            parents: list[NDArray[np.int64]] = []
-            for index in chosen:
-                forest = forests[index]
-                input_ids[nth, token : token + sizes[index]] = forest.tokens
-                parents.append(np.where(forest.parents < 0, -1, forest.parents + segment))
-                starts[index] = nth * length + token
-                token += sizes[index]
-                segment += len(forest.lengths)
-            lengths = np.concatenate([forests[index].lengths for index in chosen])
-            position_ids[nth, :token], subtree_ends[nth, :token] = lay_out(lengths, np.concatenate(parents))
+            joined = Forest.join([forests[index] for index in chosen])
+            end = len(joined.tokens)
+            input_ids[nth, :end] = joined.tokens
+            position_ids[nth, :end], subtree_ends[nth, :end] = lay_out(joined.lengths, joined.parents)
+            starts[chosen] = nth * length + np.cumsum(sizes[chosen]) - sizes[chosen]
         return PackedRows(input_ids, position_ids, subtree_ends, starts, forests)
 
 

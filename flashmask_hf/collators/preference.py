@@ -20,6 +20,9 @@ from flashmask_hf.collators.packing import PackingCollator, as_count, check_trun
 from flashmask_hf.collators.rope_index import RopeIndex
 from flashmask_hf.names import PAIR_WEIGHTS
 
+_NUMBERS = ("ref_chosen_logps", "ref_rejected_logps", WEIGHT)
+"""Columns of one number per example."""
+
 _FORMS = (("prompt_ids", "chosen_ids", "rejected_ids"), ("prompt_ids", "answers_ids"))
 
 
@@ -100,7 +103,9 @@ class DataCollatorForSharedQuestion(PackingCollator):
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """Collate one batch."""
         names, pixels = example_names(examples), {}
-        weights = [_weight(example, name) for example, name in zip(examples, names, strict=True)]
+        numbers = {
+            column: [_number(e, column, name) for e, name in zip(examples, names, strict=True)] for column in _NUMBERS
+        }
         if self.read_images is not None:
             examples, pixels = self.read_images(examples)
         read = [self._read(example, name) for example, name in zip(examples, names, strict=True)]
@@ -110,7 +115,7 @@ class DataCollatorForSharedQuestion(PackingCollator):
                     "%s of a batch has %d tokens with its longest answer: truncation_mode='keep_start' cuts answers to "
                     "max_length %d. Other examples are cut without another warning.", name, longest, self.max_length,
                 )  # fmt: skip
-        rows = self._pack([Forest.shared_question(question, answers) for question, answers, _ in read], names)
+        rows = self._pack([Forest.from_trees((question, answers)) for question, answers, _ in read], names)
         segments = [first_equals(answers, range(1, len(answers) + 1)) for _, answers, _ in read]
         most = max(map(len, segments))
         leaves = [(index, own[nth]) for nth in range(most) for index, own in enumerate(segments) if nth < len(own)]
@@ -129,12 +134,9 @@ class DataCollatorForSharedQuestion(PackingCollator):
             self._add_images(batch, pixels, examples, [index for index, _ in leaves], real)
         if most > 2:
             batch["question_index"] = torch.tensor([index for index, _ in leaves])
-        for column in ("ref_chosen_logps", "ref_rejected_logps"):
-            if all_have(column, [example.get(column) is not None for example in examples], names):
-                given = zip(examples, names, strict=True)
-                batch[column] = torch.tensor([as_number(e[column], f"{column} of {name}") for e, name in given])
-        if all_have(WEIGHT, [weight is not None for weight in weights], names):
-            batch[PAIR_WEIGHTS] = torch.tensor(weights)
+        for column, values in numbers.items():
+            if all_have(column, [value is not None for value in values], names):
+                batch[PAIR_WEIGHTS if column == WEIGHT else column] = torch.tensor(values)
         return batch
 
     def _add_images(
@@ -157,8 +159,8 @@ class DataCollatorForSharedQuestion(PackingCollator):
     def check(self, example: Mapping[str, Any], name: str) -> bool:
         """Return whether `max_length` cuts an example; raise the error that collating it would raise."""
         question, answers, longest = self._read(example, name)
-        _weight(example, name)
-        self._check_size(Forest.shared_question(question, answers), name)
+        _number(example, WEIGHT, name)
+        self._check_size(Forest.from_trees((question, answers)), name)
         return longest > len(question) + max(map(len, answers))
 
     def _read(self, example: Mapping[str, Any], name: str) -> tuple[NDArray[np.int64], list[NDArray[np.int64]], int]:
@@ -186,14 +188,14 @@ class DataCollatorForSharedQuestion(PackingCollator):
         return question[longest - limit :], answers, longest
 
 
-def _weight(example: Mapping[str, Any], name: str) -> float | None:
-    """Return an example's weight or None; raise for a negative one."""
-    if example.get(WEIGHT) is None:
+def _number(example: Mapping[str, Any], column: str, name: str) -> float | None:
+    """Return the number in a column of an example, None if there is none; raise for a negative weight."""
+    if example.get(column) is None:
         return None
     try:
-        weight = as_number(example[WEIGHT], f"weight of {name}")
+        number = as_number(example[column], f"{column} of {name}")
     except TypeError as error:
-        raise TypeError(f"{error}; correct it, or {NO_WEIGHT}") from None
-    if weight < 0:
-        raise ValueError(f"weight of {name} must be at least 0, got {weight:g}; swap its answers, or remove it")
-    return weight
+        raise TypeError(f"{error}; correct it, or {NO_WEIGHT}" if column == WEIGHT else str(error)) from None
+    if column == WEIGHT and number < 0:
+        raise ValueError(f"weight of {name} must be at least 0, got {number:g}; swap its answers, or remove it")
+    return number

@@ -38,7 +38,7 @@ def share_prompts(
             if len(answer):
                 answers.append(answer)
             leaves[row] = (len(forests), len(answers) if len(answer) else 0)
-        forests.append(Forest.shared_question(sequences[rows[0]][: prompt_lengths[rows[0]]], answers))
+        forests.append(Forest.from_trees((sequences[rows[0]][: prompt_lengths[rows[0]]], answers)))
     return forests, leaves
 
 
@@ -58,7 +58,7 @@ def share_prefixes(
     order = sorted(range(len(sequences)), key=lambda row: (kinds[row], sort_key(sequences[row])))
     ordered = [sequences[row] for row in order]
     common = [
-        _common_length(sequences[one], sequences[two]) if kinds[one] == kinds[two] else 0
+        common_length(sequences[one], sequences[two]) if kinds[one] == kinds[two] else 0
         for one, two in itertools.pairwise(order)
     ]
     forests: list[Forest] = []
@@ -102,7 +102,7 @@ def cut_tries(sequences: Sequence[NDArray[Any]], row_length: int) -> list[list[i
     """
     order = sorted(range(len(sequences)), key=lambda row: sort_key(sequences[row]))
     lengths = np.array([len(sequences[row]) for row in order])
-    common = np.array([0, *(_common_length(sequences[one], sequences[two]) for one, two in itertools.pairwise(order))])
+    common = np.array([0, *(common_length(sequences[one], sequences[two]) for one, two in itertools.pairwise(order))])
     alone = common * 64 < lengths
     repeated = np.where(alone, 0, common - (common < np.roll(lengths, 1)))  # by a cut before each sequence
     ends = np.cumsum(lengths - repeated).tolist()  # tokens of a trie that is never cut
@@ -134,7 +134,8 @@ def _split(members: range, common: Sequence[int], length: int) -> list[tuple[int
     return list(zip([members.start, *(cut + 1 for cut in cuts[:-1])], cuts, strict=True)) if cuts else []
 
 
-def _common_length(one: NDArray[Any], two: NDArray[Any]) -> int:
+def common_length(one: NDArray[Any], two: NDArray[Any]) -> int:
+    """Return the number of tokens with which both sequences begin."""
     length = min(len(one), len(two))
     differ = one[:length] != two[:length]
     return int(differ.argmax()) if differ.any() else length

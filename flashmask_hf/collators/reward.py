@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,26 +18,12 @@ from flashmask_hf.collators.answers import first_equals, read_answers
 from flashmask_hf.collators.columns import all_have, as_number, as_numbers, example_names
 from flashmask_hf.collators.forest import Forest
 from flashmask_hf.collators.packing import PackingCollator
+from flashmask_hf.collators.prefixes import common_length
 
 _FORMS = (("prompt_ids", "answers_ids"), ("chosen_ids", "rejected_ids"))
 
 PADDING = -100.0
 """Score of entries that pad a question to the largest number of answers."""
-
-
-class Comparison(NamedTuple):
-    """A question with N compared answers."""
-
-    question: NDArray[np.int64]  # [Q], may be empty
-    answers: list[NDArray[np.int64]]  # N arrays [A]
-    scores: NDArray[np.float32]  # [N]
-    margins: NDArray[np.float32] | None  # [N]
-
-    def forest(self) -> Forest:
-        """Build the tree of the question and its answers, or one tree per answer if the question is empty."""
-        if self.question.size:
-            return Forest.shared_question(self.question, self.answers)
-        return Forest.from_segments(self.answers, [-1] * len(self.answers))
 
 
 @dataclass
@@ -111,37 +97,37 @@ class DataCollatorForMultiAnswerReward(PackingCollator):
         """Collate one batch."""
         names = example_names(examples)
         read = [self._read(example, name) for example, name in zip(examples, names, strict=True)]
-        rows = self._pack([example.forest() for example in read], names)
-        ends = [
-            torch.from_numpy(start + np.cumsum(x.lengths) - 1)
-            for start, x in zip(rows.starts, rows.forests, strict=True)
-        ]
-        last = [
-            torch.stack(first_equals(example.answers, [*own[-len(example.answers) :]]))
-            for own, example in zip(ends, read, strict=True)
-        ]
+        forests, answers, scores, margins = zip(*read, strict=True)
+        rows = self._pack(forests, names)
+        last: list[list[int]] = []
+        tokens: list[tuple[int, int]] = []
+        for start, forest, own in zip(rows.starts, forests, answers, strict=True):
+            ends = start + np.cumsum(forest.lengths) - 1
+            last.append(first_equals(own, ends[-len(own) :].tolist()))
+            count = len(forest.tokens)
+            question = count - sum(map(len, own))
+            tokens.append((count, count + (len(own) - 1) * question))
         most = max(map(len, last))
-        index = torch.stack([torch.cat([own, own[-1:].expand(most - len(own))]) for own in last])
-        tokens = [len(forest.tokens) for forest in rows.forests]
-        repeated = [(len(example.answers) - 1) * len(example.question) for example in read]
+        index = torch.tensor([own + own[-1:] * (most - len(own)) for own in last])
         batch = {  # answer_counts first: Trainer reads the batch size from it, so that questions weigh alike
             "answer_counts": torch.tensor([len(own) for own in last]),
-            "token_counts": torch.tensor([(count, count + more) for count, more in zip(tokens, repeated, strict=True)]),
-            "scores": pad_sequence([torch.from_numpy(example.scores) for example in read], True, PADDING),
+            "token_counts": torch.tensor(tokens),
+            "scores": pad_sequence([torch.from_numpy(own) for own in scores], True, PADDING),
         }
-        margins = [example.margins for example in read if example.margins is not None]
-        if all_have("margin", [example.margins is not None for example in read], names):
+        if all_have("margin", [own is not None for own in margins], names):
             batch["margins"] = pad_sequence([torch.from_numpy(own) for own in margins], True)
         batch["input_ids"] = torch.from_numpy(rows.input_ids).flatten()[index].view(-1, 1)
         return batch | rows.indexed_batch(index.view(-1, 1))
 
     def check(self, example: Mapping[str, Any], name: str) -> bool:
         """Return False: nothing is cut. Raise the error that collating an example would raise."""
-        self._check_size(self._read(example, name).forest(), name)
+        self._check_size(self._read(example, name)[0], name)
         return False
 
-    def _read(self, example: Mapping[str, Any], name: str) -> Comparison:
-        """Return the question, answers, scores and margins of an example."""
+    def _read(
+        self, example: Mapping[str, Any], name: str
+    ) -> tuple[Forest, list[NDArray[np.int64]], NDArray[np.float32], NDArray[np.float32] | None]:
+        """Return an example's forest, its N answers, int64 [A] each, and their scores and any margins, float32 [N]."""
         question, answers = read_answers(example, _FORMS, name)
         scored = None
         if example.get("answers_ids") is None:
@@ -150,7 +136,9 @@ class DataCollatorForMultiAnswerReward(PackingCollator):
         else:
             scored = example.get("scores")
         scores = answer_scores(scored, len(answers), name)
-        return Comparison(question, answers, scores, self._margins(example, scores, scored is not None, name))
+        margins = self._margins(example, scores, scored is not None, name)
+        trees = [(question, answers)] if question.size else answers
+        return Forest.from_trees(*trees), answers, scores, margins
 
     def _margins(
         self, example: Mapping[str, Any], scores: NDArray[np.float32], scored: bool, name: str
@@ -202,8 +190,5 @@ def shared_prefix(sequences: Sequence[NDArray[np.int64]]) -> int:
         >>> shared_prefix([np.array([1, 2, 3]), np.array([1, 2, 4, 5])]), shared_prefix([np.array([1, 2])] * 2)
         (2, 1)
     """
-    longest = min(map(len, sequences)) - 1
-    differs = np.zeros(longest, dtype=bool)
-    for sequence in sequences[1:]:
-        differs |= sequence[:longest] != sequences[0][:longest]
-    return int(differs.argmax()) if differs.any() else longest
+    common = [common_length(sequences[0], sequence) for sequence in sequences]
+    return min(*common, min(map(len, sequences)) - 1)

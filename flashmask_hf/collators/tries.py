@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -125,20 +126,15 @@ def pack_shared_rows(
         learned = np.where(places < 0, 0, sums[places]).astype(np.float32)
         trees.append((tree, learned, [len(sequences[index]) for index in group]))
     names = _COLUMNS if share else _COLUMNS[:-1]
-    rows: list[dict[str, list[Any]]] = []
+    packed: dict[str, list[list[Any]]] = {name: [] for name in _COLUMNS}
     for chosen in best_fit_decreasing([len(tree.tokens) for tree, _, _ in trees], row_length):
-        row: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
-        parents: list[int] = []
-        for tree, learned, lengths in (trees[index] for index in chosen):
-            edges, before = np.cumsum(tree.lengths)[:-1], len(parents)
-            parents += [parent + before if parent >= 0 else -1 for parent in tree.parents.tolist()]
-            row["input_ids"] += np.split(tree.tokens, edges)
-            row[LABEL_WEIGHTS] += np.split(learned, edges)
-            row["seq_lengths"] += tree.lengths.tolist()
-            row["example_lengths"] += lengths
-        row["input_ids"].append(np.array(parents))
-        rows.append(row)
-    return {name: [row[name] for row in rows] for name in names}
+        own, learned, lengths = zip(*(trees[index] for index in chosen), strict=True)
+        row = Forest.join(own)
+        edges = np.cumsum(row.lengths)[:-1]
+        columns = ([*np.split(row.tokens, edges), row.parents], np.split(np.concatenate(learned), edges))
+        for name, values in zip(_COLUMNS, (*columns, row.lengths.tolist(), [*chain(*lengths)]), strict=True):
+            packed[name].append(values)
+    return {name: packed[name] for name in names}
 
 
 def shares_prefixes(values: Any) -> bool:

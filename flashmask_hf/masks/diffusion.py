@@ -7,7 +7,6 @@ packed. In mirrored order all rows that see a key are neighbours.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -114,11 +113,7 @@ def block_diffusion(
         tensor([[ 2,  2,  3,  4,  6,  6,  8,  8, 10, 10],
                 [ 0,  0,  2,  3,  2,  2,  6,  6,  8,  8]], dtype=torch.int32)
     """
-    rows = _mirrored_rows(lengths, block_size, copies, kv_len)
-    # A clean key is seen by the noisy blocks after its own and by the clean blocks from its own on: neighbours.
-    first = rows.start + torch.where(rows.noisy, rows.own_copy, rows.copies * rows.block_end)
-    last = torch.where(rows.noisy, first + rows.block_end - rows.block_start, rows.end - rows.block_start)
-    last = torch.minimum(last, rows.end)  # padding ends at 0
+    first, last, _, _ = _mirrored_rows(lengths, block_size, copies, kv_len)
     return make_mask(last, first, causal=False, q_len=q_len, device=device_of(device, lengths))
 
 
@@ -152,40 +147,20 @@ def block_diffusion_order(
         >>> noisy.int()
         tensor([1, 1, 1, 0, 0, 0, 1, 1, 0, 0], dtype=torch.int32)
     """
-    rows = _mirrored_rows(lengths, block_size, copies, None)
-    check_one_row(len(rows.start))
-    index = rows.start // (rows.copies + 1) + rows.token
+    _, _, index, noisy = _mirrored_rows(lengths, block_size, copies, None)
+    check_one_row(len(index))
     device = device_of(device, lengths)
-    return index[0, 0].to(device), rows.noisy[0, 0].to(device)
+    return index[0, 0].to(device), noisy[0, 0].to(device)
 
 
-@dataclass(frozen=True)
-class _MirroredRows:
-    """Rows of packed documents in mirrored order. Tensors are [B, 1, kv_len]; of padding only `end`, 0, has a meaning.
+def _mirrored_rows(
+    lengths: Lengths, block_size: int, copies: int, kv_len: int | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return for each row of `block_diffusion` the first row that sees it as a key, and the row after the last.
 
-    Attributes:
-        start: int64, first row of the row's document.
-        end: int64, the row after the document's last.
-        noisy: bool, whether the row is noisy.
-        token: int64, place of the row's token in its document.
-        block_start: int64, first token of the row's block.
-        block_end: int64, the token after the block's last.
-        own_copy: int64, first row of the noisy row's own block and copy, counted from `start`.
-        copies: noisy copies per block.
+    And its token, counted through all documents, and whether it is noisy: int64 and bool [B, 1, kv_len]. Padding is
+    seen up to row 0, and has no token.
     """
-
-    start: Tensor
-    end: Tensor
-    noisy: Tensor
-    token: Tensor
-    block_start: Tensor
-    block_end: Tensor
-    own_copy: Tensor
-    copies: int
-
-
-def _mirrored_rows(lengths: Lengths, block_size: int, copies: int, kv_len: int | None) -> _MirroredRows:
-    """Return the rows of the documents with their noisy copies, from the arguments of `block_diffusion`."""
     documents, _ = batch_lengths("lengths", lengths, None)
     copies = as_integer("copies", copies, 1, why="training needs a noisy copy; block_causal has none")
     packed = [[(copies + 1) * length for length in row] for row in documents]
@@ -193,7 +168,7 @@ def _mirrored_rows(lengths: Lengths, block_size: int, copies: int, kv_len: int |
     size = _block_size(block_size, kv_len)
     start, end = document_spans(packed, kv_len)
     key = key_positions(kv_len)
-    count = (end - start) // (copies + 1)
+    count = (end - start) // (copies + 1)  # tokens of the document
     row = key - start
     noisy = row < copies * count
     block_start = torch.where(noisy, row // (copies * size), (end - 1 - key) // size) * size
@@ -201,8 +176,10 @@ def _mirrored_rows(lengths: Lengths, block_size: int, copies: int, kv_len: int |
     own_size = (block_end - block_start).clamp(min=1)  # 0 for some padding
     first_copy = copies * block_start
     token = block_start + torch.where(noisy, (row - first_copy) % own_size, row - (copies + 1) * count + block_end)
-    own_copy = row - token + block_start
-    return _MirroredRows(start, end, noisy, token, block_start, block_end, own_copy, copies)
+    # A clean key is seen by the noisy blocks after its own and by the clean blocks from its own on: neighbours.
+    first = start + torch.where(noisy, row - token + block_start, copies * block_end)
+    last = torch.where(noisy, first + block_end - block_start, end - block_start)
+    return first, torch.minimum(last, end), start // (copies + 1) + token, noisy
 
 
 def _block_size(block_size: int, kv_len: int) -> Any:

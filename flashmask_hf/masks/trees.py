@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from flashmask_hf._numbers import as_integer
-from flashmask_hf.depth_first import subtree_ends
+from flashmask_hf.depth_first import flatten, subtree_ends
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.masks._arguments import Device, batch_rows, key_count
 from flashmask_hf.masks._columns import make_mask, per_token
@@ -98,31 +98,19 @@ def tree(
     """
     lengths, ends = [], []
     for path, row in batch_rows("documents", documents, list):
-        nodes, node_ends = _nodes(path, row)
+        nodes, parents = flatten(path, row, _split)
         lengths.append(nodes)
-        ends.append(node_ends)
+        ends.append(subtree_ends(nodes, parents))
     kv_len = key_count("documents", lengths, kv_len)
     end = per_token(ends, lengths, kv_len, padding=0)
     return make_mask(end, causal=True, q_len=q_len, device=device)
 
 
-def _nodes(path: str, roots: Sequence[Any]) -> tuple[list[int], list[int]]:
-    """Return the length of each node and the position where its subtree ends, in depth-first order.
-
-    `path` names the packed row in errors.
-    """
-    lengths: list[int] = []
-    parents: list[int] = []
-    pending = [(f"{path}[{k}]", node, -1) for k, node in enumerate(roots)][::-1]
-    while pending:
-        where, node, parent = pending.pop()
-        children = []
-        if isinstance(node, (tuple, list)):
-            if isinstance(node, list) or len(node) != 2 or not isinstance(node[1], (list, tuple)):
-                raise TypeError(f"{where} must be a length or a tuple (length, [children]), got {node!r}")
-            node, children = node
-        lengths.append(as_integer(where, node, 1, why="every question, answer or document has at least one token"))
-        parents.append(parent)
-        own = len(lengths) - 1
-        pending.extend([(f"{where}[1][{k}]", child, own) for k, child in enumerate(children)][::-1])
-    return lengths, subtree_ends(lengths, parents)
+def _split(name: str, node: Any) -> tuple[int, Sequence[Any]]:
+    """Return the length and the children of a node of `tree`."""
+    length, children = node, []
+    if isinstance(node, (tuple, list)):
+        if isinstance(node, list) or len(node) != 2 or not isinstance(node[1], (list, tuple)):
+            raise TypeError(f"{name} must be a length or a tuple (length, [children]), got {node!r}")
+        length, children = node
+    return as_integer(name, length, 1, why="every question, answer or document has at least one token"), children

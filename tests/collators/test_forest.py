@@ -114,12 +114,6 @@ def test_the_path_of_a_missing_segment_raises():
         Forest.from_trees([1], [2]).path(2)
 
 
-def test_a_shared_question_has_its_answers_as_children():
-    forest = Forest.shared_question([1, 2], [np.array([3]), [4, 5]])
-    assert nodes(forest, list) == [([1, 2], [[3], [4, 5]])]
-    assert forest.leaves() == [1, 2]
-
-
 def test_all_integer_types_become_int64():
     forest = Forest(torch.tensor([1, 2], dtype=torch.int32), [1, 1], np.array([-1, 0], dtype=np.int8))
     assert (forest.tokens.dtype, forest.lengths.dtype, forest.parents.dtype) == (np.int64,) * 3
@@ -179,15 +173,6 @@ def test_lengths_that_only_seem_to_sum_to_the_tokens_raise(lengths):
 def test_invalid_trees_raise(trees, error, message):
     with pytest.raises(error, match=message):
         Forest.from_trees(*trees)
-
-
-def test_an_invalid_question_or_answer_raises():
-    with pytest.raises(ValueError, match="segment 0 is empty"):
-        Forest.shared_question([], [[1]])
-    with pytest.raises(ValueError, match="segment 2 is empty"):
-        Forest.shared_question([1], [[1], []])
-    with pytest.raises(TypeError, match=r"answers\[1\] must be integers"):
-        Forest.shared_question([1], [[1], [0.5]])
 
 
 # --- bins and layout

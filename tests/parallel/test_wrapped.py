@@ -116,7 +116,7 @@ def test_documents_windows_and_sinks_equal_the_whole_row(name, monkeypatch):
 
 def test_trees_and_padding_equal_the_whole_row(wrapper, monkeypatch):
     model, _ = model_pair("llama")
-    question = Forest.shared_question([5, 6, 7, 8, 9, 10], [[11, 12, 13, 14, 15], [16, 17, 18, 19, 20]])
+    question = Forest.from_trees(([5, 6, 7, 8, 9, 10], [[11, 12, 13, 14, 15], [16, 17, 18, 19, 20]]))
     real = torch.ones(1, 16, dtype=torch.int64)
     real[:, :3] = 0
     padded = dict(input_ids=torch.arange(2, 18)[None], attention_mask=real, position_ids=(real.cumsum(1) - 1).clamp(0))
