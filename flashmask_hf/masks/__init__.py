@@ -1,20 +1,20 @@
 """The gallery: one constructor per mask family (FlashMask, ICLR 2025, section 2.1), and two that read other layouts.
 
-Every function but those named `_order` returns a `FlashMask` with `q_len` set. In the drawings, query rows run from
-0 down, columns are keys, `1` is visible and `.` hidden. Lengths, windows and positions count tokens. Arguments with one
-meaning in every family:
+Every function but those named `_order` returns a `FlashMask` with `q_len` set. In the drawings, rows are queries,
+columns are keys, `1` is visible and `.` hidden. Lengths, windows and positions count tokens. Arguments with one meaning
+in every family:
 
 * `documents`: lengths. A list is one packed row; a list of lists is a batch. An int tensor or array has shape
   [documents] or [B, documents], and its rows may end in zeros. A mask of one packed row has B = 1 and serves any batch.
-* `kv_len`: number of keys; None is the longest packed row. Shorter ones end in padding, which sees nothing and is not
+* `kv_len`: number of keys; None is the longest packed row. Shorter rows end in padding, which sees nothing and is not
   seen.
 * `q_len`: number of queries, the last of kv_len positions: query row i is at position i + kv_len - q_len. None is
   kv_len.
 * `causal`: whether later keys are hidden.
 * `device`: device of the mask. None is the device of a tensor argument, or the CPU.
 
-They raise TypeError for a number that is not an int and a `causal` that is not a bool. They raise ValueError for a
-document of less than one token, a packed row longer than `kv_len`, or `q_len` outside 1..kv_len.
+All raise TypeError for a number that is not an int and a `causal` that is not a bool, and ValueError for an empty
+document, a packed row longer than `kv_len`, or `q_len` outside 1..kv_len.
 """
 
 from flashmask_hf.masks.diffusion import block_causal, block_diffusion, block_diffusion_order

@@ -30,6 +30,12 @@ def from_array(value: Any) -> Any:
     return torch.tensor(value) if getattr(value, "shape", ()) else value  # a number of NumPy has no axes
 
 
+def as_list(name: str, value: Any, *shapes: str) -> Any:
+    """Return an int tensor or array of one of the shapes as a list, and any other value unchanged."""
+    value = from_array(value)
+    return check_tensor(name, value, "an integer", *shapes).tolist() if isinstance(value, Tensor) else value
+
+
 def query_count(q_len: int | None, kv_len: int) -> int:
     """Return `q_len`, or `kv_len` if it is None."""
     if q_len is None:
@@ -61,9 +67,7 @@ def batch_rows(
 
 def batch_integers(name: str, value: Any, high: int | None = None, axis: str = "B") -> list[int]:
     """Return numbers in 0..high from a list, or an int tensor or array [axis]; by default one per packed row."""
-    value = from_array(value)
-    if isinstance(value, Tensor):
-        value = check_tensor(name, value, "an integer", f"[{axis}]").tolist()
+    value = as_list(name, value, f"[{axis}]")
     if not isinstance(value, (list, tuple)):
         raise TypeError(f"{name} must be a list, or an int tensor or array [{axis}], got {type(value).__name__}")
     if not value:
@@ -93,16 +97,15 @@ def key_count(name: str, lengths: list[list[int]], kv_len: int | None) -> int:
 
 def batch_lengths(name: str, value: Any, kv_len: int | None) -> tuple[list[list[int]], int]:
     """Return the lengths per packed row from an argument in the forms of `documents`, and the number of keys."""
-    value = from_array(value)
-    if isinstance(value, Tensor):
-        ragged = value.dim() == 2
-        value = check_tensor(name, value, "an integer", "[documents]", "[B, documents]").tolist()
-        for row in value if ragged else []:
+    listed = as_list(name, value, "[documents]", "[B, documents]")
+    if listed is not value and isinstance(listed[0], list):
+        for row in listed:
             while row and row[-1] == 0:
                 row.pop()
-    why = "leave out what has no token"
-    lengths = [
-        [as_integer(f"{path}[{k}]", length, 1, why=why) for k, length in enumerate(row)]
-        for path, row in batch_rows(name, value, (list, tuple))
-    ]
+    lengths = [positive(*row, "leave out what has no token") for row in batch_rows(name, listed, (list, tuple))]
     return lengths, key_count(name, lengths, kv_len)
+
+
+def positive(name: str, numbers: Sequence[Any], why: str) -> list[int]:
+    """Return a row's numbers as ints of at least 1; `why` ends errors."""
+    return [as_integer(f"{name}[{k}]", number, 1, why=why) for k, number in enumerate(numbers)]

@@ -12,13 +12,9 @@ from flashmask_hf.masks._arguments import Device, query_count
 
 
 def make_mask(*columns: Tensor, causal: bool, q_len: int | None, device: Device) -> FlashMask:
-    """Build a mask from bounds in positions 0..Skv, which become query rows and are clamped to 0..q_len.
+    """Build a mask from bounds in positions 0..Skv, int [B, Hm, Skv] each, in the order of the FlashMask table.
 
-    Args:
-        columns: bounds, int [B, Hm, Skv] each, in the order of the FlashMask table.
-        causal: as in FlashMask.
-        q_len: number of queries, the last of Skv positions; None is Skv.
-        device: device of the mask; None is the device of the bounds.
+    They become query rows, clamped to 0..q_len. A device of None is the device of the bounds.
     """
     kv_len = columns[0].shape[-1]
     q_len = query_count(q_len, kv_len)
@@ -29,11 +25,6 @@ def make_mask(*columns: Tensor, causal: bool, q_len: int | None, device: Device)
 def key_positions(kv_len: int, device: Device = "cpu") -> Tensor:
     """Return the positions 0..kv_len-1 of keys, int64 [1, 1, kv_len]."""
     return torch.arange(kv_len, device=device).view(1, 1, kv_len)
-
-
-def per_row(values: list[int]) -> Tensor:
-    """Return one number per packed row, int64 [B, 1, 1]."""
-    return torch.tensor(values, dtype=torch.int64, device="cpu").view(-1, 1, 1)
 
 
 def per_token(values: list[list[int]], lengths: list[list[int]], kv_len: int, padding: int) -> Tensor:
@@ -47,7 +38,7 @@ def per_token(values: list[list[int]], lengths: list[list[int]], kv_len: int, pa
 
 
 def document_spans(lengths: list[list[int]], kv_len: int) -> tuple[Tensor, Tensor]:
-    """Return start and end of each token's document, int64 [B, 1, kv_len] each. Padding has start kv_len and end 0."""
+    """Return start and end of each token's document, int64 [B, 1, kv_len] each; kv_len and 0 for padding."""
     ends = [list(accumulate(row)) for row in lengths]
     starts = [[0, *row[:-1]] for row in ends]
     return per_token(starts, lengths, kv_len, padding=kv_len), per_token(ends, lengths, kv_len, padding=0)

@@ -1,8 +1,7 @@
-"""Masks of block diffusion language models: noisy blocks beside their clean document, and block-causal documents.
+"""Masks of block diffusion language models (BD3LM, ICLR 2025, https://arxiv.org/abs/2503.09573).
 
-The mask of training is from Block Diffusion (BD3LM, ICLR 2025, https://arxiv.org/abs/2503.09573). The order of the
-paper, the noisy half and then the clean half, needs more than two hidden intervals per key as soon as documents are
-packed. In mirrored order all rows that see a key are neighbours.
+The paper's order, first the noisy half, needs more than two hidden intervals per key for packed documents. In mirrored
+order all rows that see a key are neighbours.
 """
 
 from __future__ import annotations
@@ -28,33 +27,28 @@ def block_causal(
 ) -> FlashMask:
     """Packed documents in blocks: each token sees its own block whole, and the blocks before it.
 
-    `block_causal([5, 3], 2)`:
+    `block_causal([3, 2], 2)`:
 
-        1 1 . . . . . .
-        1 1 . . . . . .
-        1 1 1 1 . . . .
-        1 1 1 1 . . . .
-        1 1 1 1 1 . . .
-        . . . . . 1 1 .
-        . . . . . 1 1 .
-        . . . . . 1 1 1
+        1 1 . . .
+        1 1 . . .
+        1 1 1 . .
+        . . . 1 1
+        . . . 1 1
 
     Args:
         lengths: as `documents`.
-        block_size: tokens per block, at least 1. Blocks start at the start of a document, whose last block may be
-            shorter.
+        block_size: tokens per block, at least 1; a document's last block may be shorter.
 
     Returns:
         FlashMask: indices [B, 1, kv_len, 2], not causal.
 
     Raises:
-        TypeError: `block_size` is not an int.
         ValueError: `block_size` is less than 1.
 
     Example:
-        >>> block_causal([5, 3], 2).indices[0, 0].T
-        tensor([[5, 5, 5, 5, 5, 8, 8, 8],
-                [0, 0, 2, 2, 4, 5, 5, 7]], dtype=torch.int32)
+        >>> block_causal([3, 2], 2).indices[0, 0].T
+        tensor([[3, 3, 3, 5, 5],
+                [0, 0, 2, 3, 3]], dtype=torch.int32)
     """
     rows, kv_len = batch_lengths("lengths", lengths, kv_len)
     size = _block_size(block_size, kv_len)
@@ -76,42 +70,36 @@ def block_diffusion(
     """Training of block diffusion on packed documents: a noisy block sees itself and the clean blocks before it.
 
     Clean blocks see themselves and the clean blocks before them. A document of n tokens has (copies + 1) * n rows in
-    mirrored order: its noisy blocks from the first to the last, the copies of a block side by side, then its clean
-    blocks from the last to the first. Within a block, tokens keep their order. `block_diffusion_order` returns the
-    token of each row; its position is its place in its document.
+    mirrored order: its noisy blocks, the copies of a block side by side, then its clean blocks from the last to the
+    first. Within a block, tokens keep their order. `block_diffusion_order` returns the token of each row.
 
-    `block_diffusion([3, 2], 2)`, rows of noisy tokens 0 1 2 and clean tokens 2 0 1, then noisy 0 1 and clean 0 1:
+    `block_diffusion([3, 1], 2)`, rows of noisy tokens 0 1 2 and clean tokens 2 0 1, then a noisy and a clean token:
 
-        1 1 . . . . . . . .
-        1 1 . . . . . . . .
-        . . 1 . 1 1 . . . .
-        . . . 1 1 1 . . . .
-        . . . . 1 1 . . . .
-        . . . . 1 1 . . . .
-        . . . . . . 1 1 . .
-        . . . . . . 1 1 . .
-        . . . . . . . . 1 1
-        . . . . . . . . 1 1
+        1 1 . . . . . .
+        1 1 . . . . . .
+        . . 1 . 1 1 . .
+        . . . 1 1 1 . .
+        . . . . 1 1 . .
+        . . . . 1 1 . .
+        . . . . . . 1 .
+        . . . . . . . 1
 
     Args:
-        lengths: as `documents`, in tokens of the clean documents.
-        block_size: tokens per block, at least 1. Blocks start at the start of a document, whose last block may be
-            shorter.
-        copies: noisy copies per block, at least 1, for several noise levels or complementary noise. They do not see
-            each other.
-        kv_len: number of keys; None is the longest packed row, noisy and clean tokens together.
+        lengths: as `documents`, in clean tokens.
+        block_size: tokens per block, at least 1; a document's last block may be shorter.
+        copies: noisy copies per block, at least 1, which do not see each other.
+        kv_len: number of keys, noisy and clean; None is the longest packed row.
 
     Returns:
         FlashMask: indices [B, 1, kv_len, 2], not causal. A causal model takes `bidirectional().indices`.
 
     Raises:
-        TypeError: `block_size` or `copies` is not an int.
         ValueError: `block_size` or `copies` is less than 1.
 
     Example:
-        >>> block_diffusion([3, 2], 2).indices[0, 0].T
-        tensor([[ 2,  2,  3,  4,  6,  6,  8,  8, 10, 10],
-                [ 0,  0,  2,  3,  2,  2,  6,  6,  8,  8]], dtype=torch.int32)
+        >>> block_diffusion([3, 1], 2).indices[0, 0].T
+        tensor([[2, 2, 3, 4, 6, 6, 7, 8],
+                [0, 0, 2, 3, 2, 2, 6, 7]], dtype=torch.int32)
     """
     first, last, _, _ = _mirrored_rows(lengths, block_size, copies, kv_len)
     return make_mask(last, first, causal=False, q_len=q_len, device=device_of(device, lengths))
@@ -123,29 +111,27 @@ def block_diffusion_order(
     """Return the token of each row of `block_diffusion`, and which rows are noisy.
 
     Args:
-        lengths: lengths of the documents of one packed row, as in `block_diffusion`.
-        block_size: as in `block_diffusion`.
-        copies: as in `block_diffusion`.
-        device: as in `block_diffusion`.
+        lengths: clean tokens of each document of one packed row.
+        block_size: this and the following as in `block_diffusion`.
+        copies: see there.
+        device: see there.
 
     Returns:
         tuple: two tensors [S], where the documents have N tokens and S = (copies + 1) * N.
 
-            * index: int64, the row's token, counted through all documents: 0..N-1. `tokens[index]` are the tokens of
-              the rows, `position_ids[index]` their positions.
+            * index: int64, the row's token, counted through all documents: 0..N-1.
             * noisy: bool, whether the row is noisy. The rows of copy c are
               `noisy.nonzero()[:, 0][index[noisy].argsort(stable=True)][c::copies]`, in the order of the tokens.
 
     Raises:
-        TypeError: `block_size` or `copies` is not an int.
         ValueError: `block_size` or `copies` is less than 1, or `lengths` has several packed rows.
 
     Example:
-        >>> index, noisy = block_diffusion_order([3, 2], 2)
+        >>> index, noisy = block_diffusion_order([3, 1], 2)
         >>> index
-        tensor([0, 1, 2, 2, 0, 1, 3, 4, 3, 4])
+        tensor([0, 1, 2, 2, 0, 1, 3, 3])
         >>> noisy.int()
-        tensor([1, 1, 1, 0, 0, 0, 1, 1, 0, 0], dtype=torch.int32)
+        tensor([1, 1, 1, 0, 0, 0, 1, 0], dtype=torch.int32)
     """
     _, _, index, noisy = _mirrored_rows(lengths, block_size, copies, None)
     check_one_row(len(index))
@@ -156,10 +142,9 @@ def block_diffusion_order(
 def _mirrored_rows(
     lengths: Lengths, block_size: int, copies: int, kv_len: int | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return for each row of `block_diffusion` the first row that sees it as a key, and the row after the last.
+    """Return for each row the first row that sees it and the row after the last, its token, and whether it is noisy.
 
-    And its token, counted through all documents, and whether it is noisy: int64 and bool [B, 1, kv_len]. Padding is
-    seen up to row 0, and has no token.
+    Tensors are int64, and bool, [B, 1, kv_len]; padding is seen up to row 0.
     """
     documents, _ = batch_lengths("lengths", lengths, None)
     copies = as_integer("copies", copies, 1, why="training needs a noisy copy; block_causal has none")
@@ -183,5 +168,5 @@ def _mirrored_rows(
 
 
 def _block_size(block_size: int, kv_len: int) -> Any:
-    """Return a checked block size. A larger one than `kv_len` makes the same blocks, but might overflow int64."""
+    """Return a checked block size, at most `kv_len`: a larger size makes the same blocks, but might overflow int64."""
     return torch.sym_min(as_integer("block_size", block_size, 1, why="a block has at least one token"), kv_len)

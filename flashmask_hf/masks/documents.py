@@ -20,7 +20,7 @@ from flashmask_hf.masks._arguments import (
     device_of,
     key_count,
 )
-from flashmask_hf.masks._columns import document_spans, key_positions, make_mask, per_row, per_token
+from flashmask_hf.masks._columns import document_spans, key_positions, make_mask, per_token
 
 
 def causal_document(
@@ -28,23 +28,20 @@ def causal_document(
 ) -> FlashMask:
     """Packed documents, each causal within itself (section 2.1).
 
-    `causal_document([3, 2, 1])`:
+    `causal_document([3, 2])`:
 
-        1 . . . . .
-        1 1 . . . .
-        1 1 1 . . .
-        . . . 1 . .
-        . . . 1 1 .
-        . . . . . 1
+        1 . . . .
+        1 1 . . .
+        1 1 1 . .
+        . . . 1 .
+        . . . 1 1
 
     Returns:
         FlashMask: indices [B, 1, kv_len, 1], causal.
 
     Example:
-        >>> causal_document([[3, 2, 1], [2, 2]]).indices[..., 0]
-        tensor([[[3, 3, 3, 5, 5, 6]],
-        <BLANKLINE>
-                [[2, 2, 4, 4, 0, 0]]], dtype=torch.int32)
+        >>> causal_document([3, 2], kv_len=6).indices.flatten()
+        tensor([3, 3, 3, 5, 5, 0], dtype=torch.int32)
     """
     _, end = document_spans(*batch_lengths("documents", documents, kv_len))
     return make_mask(end, causal=True, q_len=q_len, device=device_of(device, documents))
@@ -55,22 +52,21 @@ def document(
 ) -> FlashMask:
     """Packed documents, each bidirectional within itself (section 2.1).
 
-    `document([3, 2, 1])`:
+    `document([3, 2])`:
 
-        1 1 1 . . .
-        1 1 1 . . .
-        1 1 1 . . .
-        . . . 1 1 .
-        . . . 1 1 .
-        . . . . . 1
+        1 1 1 . .
+        1 1 1 . .
+        1 1 1 . .
+        . . . 1 1
+        . . . 1 1
 
     Returns:
         FlashMask: indices [B, 1, kv_len, 2], not causal.
 
     Example:
-        >>> document([3, 2, 1]).indices[0, 0].T
-        tensor([[3, 3, 3, 5, 5, 6],
-                [0, 0, 0, 3, 3, 5]], dtype=torch.int32)
+        >>> document([3, 2]).indices[0, 0].T
+        tensor([[3, 3, 3, 5, 5],
+                [0, 0, 0, 3, 3]], dtype=torch.int32)
     """
     start, end = document_spans(*batch_lengths("documents", documents, kv_len))
     return make_mask(end, start, causal=False, q_len=q_len, device=device_of(device, documents))
@@ -86,15 +82,14 @@ def blocks(
 ) -> FlashMask:
     """Packed causal documents whose spans see themselves whole, as images do in Gemma 3.
 
-    `blocks([5, 2], [(1, 3), (5, 7)])`:
+    `blocks([4, 2], [(1, 3), (4, 6)])`:
 
-        1 . . . . . .
-        1 1 1 . . . .
-        1 1 1 . . . .
-        1 1 1 1 . . .
-        1 1 1 1 1 . .
-        . . . . . 1 1
-        . . . . . 1 1
+        1 . . . . .
+        1 1 1 . . .
+        1 1 1 . . .
+        1 1 1 1 . .
+        . . . . 1 1
+        . . . . 1 1
 
     Args:
         lengths: as `documents`.
@@ -105,13 +100,13 @@ def blocks(
 
     Raises:
         TypeError: a span is not such a tuple.
-        ValueError: a span is empty, overlaps the one before, or is not within one document; or the rows of `spans` are
-            not as many as the rows of `lengths`.
+        ValueError: a span is empty, overlaps the one before, or is not within one document; or spans are for other rows
+            than `lengths`.
 
     Example:
-        >>> blocks([5, 2], [(1, 3), (5, 7)]).indices[0, 0].T
-        tensor([[5, 5, 5, 5, 5, 7, 7],
-                [0, 1, 1, 3, 4, 5, 5]], dtype=torch.int32)
+        >>> blocks([4, 2], [(1, 3), (4, 6)]).indices[0, 0].T
+        tensor([[4, 4, 4, 4, 6, 6],
+                [0, 1, 1, 3, 4, 4]], dtype=torch.int32)
     """
     rows, kv_len = batch_lengths("lengths", lengths, kv_len)
     batch = batch_rows("spans", spans, list, empty=True)
@@ -147,7 +142,7 @@ def causal_blockwise(
         FlashMask: indices [B, 1, kv_len, 2], causal.
 
     Raises:
-        ValueError: a block has less than one token.
+        ValueError: a block is empty.
 
     Example:
         >>> causal_blockwise([2, 2, 2]).indices[0, 0].T
@@ -173,21 +168,19 @@ def padding(
 ) -> FlashMask:
     """A padded batch: padding keys are hidden, and padding queries see nothing, on either side.
 
-    `padding([3], kv_len=5)`:
+    `padding([2], kv_len=4)`:
 
-        1 . . . .
-        1 1 . . .
-        1 1 1 . .
-        . . . . .
-        . . . . .
+        1 . . .
+        1 1 . .
+        . . . .
+        . . . .
 
-    `padding([3], kv_len=5, side="left")`:
+    `padding([2], kv_len=4, side="left")`:
 
-        . . . . .
-        . . . . .
-        . . 1 . .
-        . . 1 1 .
-        . . 1 1 1
+        . . . .
+        . . . .
+        . . 1 .
+        . . 1 1
 
     Args:
         lengths: real tokens per row, 0..kv_len; a list, or an int tensor or array [B].
@@ -209,7 +202,7 @@ def padding(
     check_bool("causal", causal)
     real = batch_integers("lengths", lengths)
     kv_len = key_count("lengths", [[length] for length in real], kv_len)
-    key, count = key_positions(kv_len), per_row(real)
+    key, count = key_positions(kv_len), torch.tensor(real, dtype=torch.int64, device="cpu").view(-1, 1, 1)
     first = torch.zeros_like(count) if side == "right" else kv_len - count
     is_padding = (key < first) | (key >= first + count)
     end = (first + count).expand_as(is_padding).masked_fill(is_padding, 0)
@@ -220,7 +213,7 @@ def padding(
 def _parts(path: str, spans: Sequence[Any], lengths: list[int]) -> tuple[list[int], list[int]]:
     """Split a packed row at its spans: the length of each part, and the first query row that may see it whole.
 
-    Tokens between spans are parts whose first row is the end of the packed row. `path` names the spans in errors.
+    The tokens between spans, also parts, have the end of the packed row there. `path` names the spans in errors.
     """
     ends = list(accumulate(lengths))
     parts: list[int] = []

@@ -9,17 +9,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from flashmask_hf._numbers import as_integer, as_length, check_tensor
+from flashmask_hf._numbers import as_integer, as_length
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.masks._arguments import (
     Device,
     Lengths,
+    as_list,
     batch_lengths,
     batch_rows,
     check_one_row,
     device_of,
-    from_array,
     key_count,
+    positive,
 )
 from flashmask_hf.masks._columns import document_spans, make_mask
 
@@ -36,37 +37,33 @@ def draft_blocks(
 ) -> FlashMask:
     """Draft blocks of DFlash: each sees itself whole, and its document before its anchor.
 
-    Queries are the N draft blocks, one after the other. Keys are the S tokens of the packed row, then the draft blocks.
-    The mask is for `flashmask_attention` in a drafter's layers without a window.
+    Queries are the N draft blocks. Keys are the S tokens of the packed row, then the draft blocks. The mask is for
+    `flashmask_attention` in layers without a window.
 
-    `draft_blocks([4, 3], [1, 3, 6], 2)`:
+    `draft_blocks([3, 2], [2, 4], 2)`:
 
-        1 . . . . . . 1 1 . . . .
-        1 . . . . . . 1 1 . . . .
-        1 1 1 . . . . . . 1 1 . .
-        1 1 1 . . . . . . 1 1 . .
-        . . . . 1 1 . . . . . 1 1
-        . . . . 1 1 . . . . . 1 1
+        1 1 . . . 1 1 . .
+        1 1 . . . 1 1 . .
+        . . . 1 . . . 1 1
+        . . . 1 . . . 1 1
 
     Args:
-        lengths: as `documents`. S is the number of tokens of the longest packed row; shorter rows are padded to it.
-        anchors: position of each block in the packed row, 0..S-1, ascending; a list of lists for a batch, or an int
-            tensor or array [N] or [B, N]. N is the largest number of blocks per row; rows with fewer end in blocks that
-            see nothing and are not seen.
+        lengths: as `documents`. S is the number of tokens of the longest packed row.
+        anchors: position of each block in the packed row, 0..S-1, ascending; a list, a list of lists for a batch, or
+            an int tensor or array [N] or [B, N]. Rows with fewer than N blocks end in blocks that see nothing.
         block_size: draft tokens per block, at least 1.
 
     Returns:
         FlashMask: indices [B, 1, S + N * block_size, 2], not causal, with q_len = N * block_size.
 
     Raises:
-        TypeError: an anchor or `block_size` is not an int.
-        ValueError: `anchors` do not ascend, lie outside their packed row or are none, their rows are not as many as the
-            rows of `lengths`, or `block_size` is less than 1.
+        ValueError: `anchors` do not ascend, lie outside their packed row, are none, or are for other rows than
+            `lengths`, or `block_size` is less than 1.
 
     Example:
-        >>> draft_blocks([4, 3], [1, 3, 6], 2).indices[0, 0].T
-        tensor([[4, 4, 4, 4, 6, 6, 6, 2, 2, 4, 4, 6, 6],
-                [0, 2, 2, 4, 4, 4, 6, 0, 0, 2, 2, 4, 4]], dtype=torch.int32)
+        >>> draft_blocks([3, 2], [2, 4], 2).indices[0, 0].T
+        tensor([[2, 2, 2, 4, 4, 2, 2, 4, 4],
+                [0, 0, 2, 2, 4, 0, 0, 2, 2]], dtype=torch.int32)
     """
     documents, context = batch_lengths("lengths", lengths, None)
     blocks = _batch_anchors(anchors, [sum(row) for row in documents])
@@ -99,43 +96,38 @@ def draft_chains(
 ) -> FlashMask:
     """Chains of draft tokens (P-EAGLE): each sees itself causally, and its document up to its anchor.
 
-    A document has its chains in the order of their anchors, then its own tokens from the last to the first, which see
-    themselves and earlier tokens. In this mirrored order all rows that see a key are neighbours. `draft_chains_order`
-    returns the token and the depth of each row. Chains of mask tokens, as in PARD and in multi-token prediction, have
-    the same mask.
+    A document has its chains in the order of their anchors, then its own tokens from the last to the first. In this
+    mirrored order all rows that see a key are neighbours. `draft_chains_order` returns the token and the depth of each
+    row. Chains of mask tokens (PARD, multi-token prediction) have the same mask.
 
-    `draft_chains([3, 2], [1, 2, 3], [2, 1, 2])`, rows of two chains and tokens 2 1 0, then of one chain and tokens 1 0:
+    `draft_chains([3, 1], [1, 2], [2, 1])`, rows of two chains and tokens 2 1 0, then of a document of one token:
 
-        1 . . . 1 1 . . . .
-        1 1 . . 1 1 . . . .
-        . . 1 1 1 1 . . . .
-        . . . 1 1 1 . . . .
-        . . . . 1 1 . . . .
-        . . . . . 1 . . . .
-        . . . . . . 1 . . 1
-        . . . . . . 1 1 . 1
-        . . . . . . . . 1 1
-        . . . . . . . . . 1
+        1 . . . 1 1 .
+        1 1 . . 1 1 .
+        . . 1 1 1 1 .
+        . . . 1 1 1 .
+        . . . . 1 1 .
+        . . . . . 1 .
+        . . . . . . 1
 
     Args:
-        lengths: as `documents`, in tokens without chains.
-        anchors: the token that each chain follows, 0..S-1 in a packed row of S tokens, ascending; a list of lists for a
-            batch, or an int tensor or array [N] or [B, N].
+        lengths: as `documents`, without chains.
+        anchors: the token that each chain follows, 0..S-1 in a packed row of S tokens, ascending; a list, a list of
+            lists for a batch, or an int tensor or array [N] or [B, N].
         depths: draft tokens per chain, at least 1, in the form of `anchors`.
-        kv_len: number of keys; None is the longest packed row, tokens and chains together.
+        kv_len: number of keys, tokens and chains; None is the longest packed row.
 
     Returns:
         FlashMask: indices [B, 1, kv_len, 2], not causal. A causal model takes `bidirectional().indices`.
 
     Raises:
-        TypeError: an anchor or a depth is not an int.
-        ValueError: `anchors` do not ascend or lie outside their packed row, a depth is less than 1, or there are not as
-            many depths as anchors.
+        ValueError: `anchors` do not ascend or lie outside their packed row, a depth is less than 1, or depths and
+            anchors are not one to one.
 
     Example:
-        >>> draft_chains([3, 2], [1, 2, 3], [2, 1, 2]).indices[0, 0].T
-        tensor([[ 2,  2,  3,  4,  5,  6,  8,  8,  9, 10],
-                [ 0,  1,  2,  2,  0,  0,  6,  7,  8,  6]], dtype=torch.int32)
+        >>> draft_chains([3, 1], [1, 2], [2, 1]).indices[0, 0].T
+        tensor([[2, 2, 3, 4, 5, 6, 7],
+                [0, 1, 2, 2, 0, 0, 6]], dtype=torch.int32)
     """
     rows = _chain_rows(lengths, anchors, depths)
     kv_len = key_count("lengths", [[row.last.shape[0]] for row in rows], kv_len)
@@ -152,29 +144,28 @@ def draft_chains_order(
     """Return the token of each row of `draft_chains`, and its depth in a chain.
 
     Args:
-        lengths: lengths of the documents of one packed row, as in `draft_chains`.
-        anchors: as in `draft_chains`.
-        depths: as in `draft_chains`.
-        device: as in `draft_chains`.
+        lengths: tokens of each document of one packed row, without chains.
+        anchors: this and the following as in `draft_chains`.
+        depths: see there.
+        device: see there.
 
     Returns:
-        tuple: two tensors [S], where S counts the documents' tokens and the draft tokens of all chains.
+        tuple: two tensors [S], where S counts tokens and draft tokens.
 
-            * index: int64, the row's token, counted through all documents; a draft token has its chain's anchor.
-              `hidden_states[index]` are the states that the rows read.
+            * index: int64, the row's token, counted through all documents, or its chain's anchor, whose hidden state
+              it reads.
             * depth: int64, 0 for a token, 1, 2, ... along a chain. The row's position is `position_ids[index] + depth`,
               and it predicts the token `index + depth + 1`, if that is in the same document.
 
     Raises:
-        TypeError: as `draft_chains`.
         ValueError: as `draft_chains`, or `lengths` has several packed rows.
 
     Example:
-        >>> index, depth = draft_chains_order([3, 2], [1, 2, 3], [2, 1, 2])
+        >>> index, depth = draft_chains_order([3, 1], [1, 2], [2, 1])
         >>> index
-        tensor([1, 1, 2, 2, 1, 0, 3, 3, 4, 3])
+        tensor([1, 1, 2, 2, 1, 0, 3])
         >>> depth
-        tensor([1, 2, 1, 0, 0, 0, 1, 2, 0, 0])
+        tensor([1, 2, 1, 0, 0, 0, 0])
     """
     rows = _chain_rows(lengths, anchors, depths)
     check_one_row(len(rows))
@@ -183,17 +174,10 @@ def draft_chains_order(
 
 
 class _ChainRows(NamedTuple):
-    """Rows of one packed row with chains in mirrored order, int64 [rows] each.
+    """Rows of one packed row with chains in mirrored order, int64 [rows] each."""
 
-    Attributes:
-        first: first row that sees the key.
-        last: the row after the last that sees the key.
-        index: the row's token, or its chain's anchor.
-        depth: place in the chain, from 1 on; 0 for a token.
-    """
-
-    first: Tensor
-    last: Tensor
+    first: Tensor  # first row that sees the key
+    last: Tensor  # the row after the last that sees it
     index: Tensor
     depth: Tensor
 
@@ -206,10 +190,7 @@ def _chain_rows(lengths: Lengths, anchors: Numbers, depths: Numbers) -> list[_Ch
     for (path, row), own in zip(sizes, starts, strict=True):
         if len(row) != len(own):
             raise ValueError(f"{path} has {len(row)} chains, but anchors has {len(own)}; give a depth for each anchor")
-    counts = [
-        [as_integer(f"{path}[{k}]", depth, 1, why="a chain has at least one token") for k, depth in enumerate(row)]
-        for path, row in sizes
-    ]
+    counts = [positive(*row, "a chain has at least one token") for row in sizes]
     key_count("lengths and depths", [[*a, *b] for a, b in zip(documents, counts, strict=True)], None)
     return [_mirror(*row) for row in zip(documents, starts, counts, strict=True)]
 
@@ -239,10 +220,7 @@ def _mirror(lengths: list[int], anchors: list[int], depths: list[int]) -> _Chain
 
 def _rows_of(name: str, value: Numbers, count: int) -> list[tuple[str, Sequence[Any]]]:
     """Return the (name for errors, row) pairs of `count` packed rows from an argument."""
-    value = from_array(value)
-    if isinstance(value, Tensor):
-        value = check_tensor(name, value, "an integer", "[N]", "[B, N]").tolist()
-    rows = batch_rows(name, value, (list, tuple), empty=True)
+    rows = batch_rows(name, as_list(name, value, "[N]", "[B, N]"), (list, tuple), empty=True)
     if len(rows) != count:
         raise ValueError(f"{name} has {len(rows)} rows, but lengths has {count}; give a list of {name} per row")
     return rows

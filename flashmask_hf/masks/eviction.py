@@ -35,9 +35,8 @@ def random_eviction(
 
     Args:
         evict_from: int tensor or array [B, Hm, kv_len]: the first position that no longer sees key j, in j+1..kv_len;
-            kv_len is never. The host reads its values. None draws them.
-        generator: draws each position uniformly from j+1..kv_len, on its own device, where the mask stays. None is
-            torch's CPU default.
+            kv_len is never. The host reads it. None draws it uniformly.
+        generator: what draws, on its own device, where the mask stays. None is torch's CPU default.
         batch: batch entries to draw for.
         heads: mask heads to draw for.
 
@@ -52,8 +51,6 @@ def random_eviction(
     Example:
         >>> random_eviction(5, evict_from=torch.tensor([[[4, 2, 5, 4, 5]]])).indices.flatten()
         tensor([4, 2, 5, 4, 5], dtype=torch.int32)
-        >>> random_eviction(5, generator=torch.Generator().manual_seed(0), heads=2)
-        FlashMask(batch=1, heads=2, q_len=5, kv_len=5, n=1, causal=True, device='cpu')
     """
     kv_len = as_length("kv_len", kv_len)
     if generator is not None and not isinstance(generator, torch.Generator):

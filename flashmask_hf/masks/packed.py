@@ -25,19 +25,16 @@ def from_cu_seqlens(
 ) -> FlashMask:
     """Packed documents of one row, from the cumulative lengths that FlashAttention's varlen functions take.
 
-    `from_cu_seqlens([0, 3, 5, 6])`, which is `causal_document([3, 2, 1])`:
+    `from_cu_seqlens([0, 2, 3])`, which is `causal_document([2, 1])`:
 
-        1 . . . . .
-        1 1 . . . .
-        1 1 1 . . .
-        . . . 1 . .
-        . . . 1 1 .
-        . . . . . 1
+        1 . .
+        1 1 .
+        . . 1
 
     Args:
-        cu_seqlens: the start of each document and the end of the last, from 0 up; a list, or an int tensor or array
-            [documents + 1], which the host reads. Documents without tokens are left out.
-        kv_len: number of keys; None is the last entry. Later keys are padding.
+        cu_seqlens: the start of each document and the end of the last; a list, or an int tensor or array
+            [documents + 1], which the host reads. Empty documents are left out.
+        kv_len: number of keys; None is the last entry.
 
     Returns:
         FlashMask: indices [1, 1, kv_len, 1], causal; or [1, 1, kv_len, 2], not causal.
@@ -46,13 +43,13 @@ def from_cu_seqlens(
         ValueError: `cu_seqlens` does not start at 0, decreases, or holds no token or more than `kv_len`.
 
     Example:
-        >>> from_cu_seqlens([0, 3, 5, 6]).indices.flatten()
-        tensor([3, 3, 3, 5, 5, 6], dtype=torch.int32)
+        >>> from_cu_seqlens([0, 2, 3]).indices.flatten()
+        tensor([2, 2, 3], dtype=torch.int32)
     """
     check_bool("causal", causal)
     edges = batch_integers("cu_seqlens", cu_seqlens, axis="documents + 1")
     if len(edges) < 2 or edges[0] != 0 or edges[-1] == 0:
-        raise ValueError(f"cu_seqlens must start at 0 and end at the number of tokens, at least 1, got {edges}")
+        raise ValueError(f"cu_seqlens must start at 0 and end at the number of tokens, at least 1, got {edges!s:.60}")
     for at, (start, end) in enumerate(pairwise(edges)):
         if end < start:
             raise ValueError(
@@ -70,16 +67,13 @@ def from_position_ids(
 ) -> FlashMask:
     """Packed documents, from position ids that start again at 0 with each document.
 
-    `from_position_ids(torch.tensor([0, 1, 2, 0, 1, 0]))`, which is `causal_document([3, 2, 1])`:
+    `from_position_ids(torch.tensor([0, 1, 0]))`, which is `causal_document([2, 1])`:
 
-        1 . . . . .
-        1 1 . . . .
-        1 1 1 . . .
-        . . . 1 . .
-        . . . 1 1 .
-        . . . . . 1
+        1 . .
+        1 1 .
+        . . 1
 
-    Each token of padding with position 0 is a document of its own, which sees only itself.
+    Tokens of padding with position 0 are documents of one token.
 
     Args:
         position_ids: int tensor or array [S] or [B, S], which the host reads; 0, 1, 2, ... per document.
@@ -89,12 +83,11 @@ def from_position_ids(
 
     Raises:
         TypeError: `position_ids` is not a tensor of integers.
-        ValueError: `position_ids` has another shape or no token, or restarts at another number than 0, as depths in
-            trees do.
+        ValueError: `position_ids` has another shape, or restarts at another number than 0, as depths in trees do.
 
     Example:
-        >>> from_position_ids(torch.tensor([0, 1, 2, 0, 1, 0])).indices.flatten()
-        tensor([3, 3, 3, 5, 5, 6], dtype=torch.int32)
+        >>> from_position_ids(torch.tensor([0, 1, 0])).indices.flatten()
+        tensor([2, 2, 3], dtype=torch.int32)
     """
     position_ids = check_tensor("position_ids", from_array(position_ids), "an integer", "[S]", "[B, S]")
     positions = torch.atleast_2d(position_ids.to(torch.int64))

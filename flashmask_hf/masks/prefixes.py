@@ -17,13 +17,12 @@ def prefix_lm_causal(
 ) -> FlashMask:
     """The prefix sees itself in both directions, the rest is causal (section 2.1).
 
-    `prefix_lm_causal(5, 3)`:
+    `prefix_lm_causal(4, 2)`:
 
-        1 1 1 . .
-        1 1 1 . .
-        1 1 1 . .
-        1 1 1 1 .
-        1 1 1 1 1
+        1 1 . .
+        1 1 . .
+        1 1 1 .
+        1 1 1 1
 
     Args:
         prefix: length of the prefix, 0..kv_len; a list, or an int tensor or array [B], for a batch.
@@ -35,9 +34,9 @@ def prefix_lm_causal(
         ValueError: a prefix lies outside 0..kv_len.
 
     Example:
-        >>> prefix_lm_causal(5, 3).indices[0, 0].T
-        tensor([[5, 5, 5, 5, 5],
-                [0, 0, 0, 3, 4]], dtype=torch.int32)
+        >>> prefix_lm_causal(4, 2).indices[0, 0].T
+        tensor([[4, 4, 4, 4],
+                [0, 0, 2, 3]], dtype=torch.int32)
     """
     kv_len = as_length("kv_len", kv_len)
     prefix = from_array(prefix)
@@ -45,8 +44,9 @@ def prefix_lm_causal(
         prefixes = batch_integers("prefix", prefix, kv_len)
     else:
         prefixes = [as_integer("prefix", prefix, 0, kv_len)]
-    documents = [[(length, kv_len)] for length in prefixes]
-    return prefix_lm_document(documents, q_len=q_len, device=device_of(device, prefix))
+    return prefix_lm_document(
+        [[(length, kv_len)] for length in prefixes], q_len=q_len, device=device_of(device, prefix)
+    )
 
 
 def prefix_lm_document(
@@ -58,14 +58,13 @@ def prefix_lm_document(
 ) -> FlashMask:
     """Packed documents, each a prefix seen in both directions and a causal rest (section 2.1).
 
-    `prefix_lm_document([(2, 4), (1, 2)])`:
+    `prefix_lm_document([(2, 3), (1, 2)])`:
 
-        1 1 . . . .
-        1 1 . . . .
-        1 1 1 . . .
-        1 1 1 1 . .
-        . . . . 1 .
-        . . . . 1 1
+        1 1 . . .
+        1 1 . . .
+        1 1 1 . .
+        . . . 1 .
+        . . . 1 1
 
     Args:
         documents: tuples (prefix length, total length).
@@ -78,9 +77,9 @@ def prefix_lm_document(
         ValueError: a prefix is longer than its document.
 
     Example:
-        >>> prefix_lm_document([(2, 4), (1, 2)]).indices[0, 0].T
-        tensor([[4, 4, 4, 4, 6, 6],
-                [0, 0, 2, 3, 4, 5]], dtype=torch.int32)
+        >>> prefix_lm_document([(2, 3), (1, 2)]).indices[0, 0].T
+        tensor([[3, 3, 3, 5, 5],
+                [0, 0, 2, 3, 4]], dtype=torch.int32)
     """
     lengths: list[list[int]] = []
     spans: list[list[tuple[int, int]]] = []

@@ -18,9 +18,8 @@ from flashmask_hf.masks._arguments import Device
 def qk_sparse(q_keep: Tensor, k_keep: Tensor, *, mask: FlashMask | None = None, device: Device = None) -> FlashMask:
     """Causal attention between the queries and keys that each head keeps (section 2.1; Pagliardini et al. 2023, 3.1).
 
-    The mask is for queries in the order `(~q_keep).byte().argsort(dim=-1, stable=True)`, and likewise for keys and
-    values: kept ones first. There a kept key hides two intervals: earlier kept queries, and all dropped queries.
-    Dropped queries see nothing, and dropped keys are hidden.
+    The mask is for queries in the order `(~q_keep).byte().argsort(dim=-1, stable=True)`, kept ones first, and likewise
+    for keys and values. Dropped queries see nothing, and dropped keys are hidden.
 
     Original order, query 1 and key 2 dropped, and what `qk_sparse` returns for it:
 
@@ -33,7 +32,7 @@ def qk_sparse(q_keep: Tensor, k_keep: Tensor, *, mask: FlashMask | None = None, 
         q_keep: bool [B, H, Sq], True where the head keeps the query. Query row i is at position i + Skv - Sq.
         k_keep: bool [B, Hkv, Skv]. H is a multiple of Hkv: query head h reads key head h * Hkv // H.
         mask: what else is hidden, in the original order: a causal mask with n = 1 bound (packed documents, trees,
-            padding, windows), of batch 1 or B and heads 1, Hkv or H. None is nothing.
+            padding, windows), of batch 1 or B and heads 1, Hkv or H, or None.
 
     Returns:
         FlashMask: indices [B, H, Skv, 2], not causal, q_len = Sq.
@@ -63,8 +62,6 @@ def hash_sparse(
     """Causal attention between queries and keys of the same bucket (section 2.1; Pagliardini et al. 2023, 3.2).
 
     The mask is for queries in the order `q_bucket.argsort(dim=-1, stable=True)`, and likewise for keys and values.
-    There a bucket is a block of query rows [s, e), and a key hides the rows outside the block and the earlier rows
-    inside.
 
     Original order for the buckets 1 0 1 0 of queries and keys, and what `hash_sparse` returns for it:
 
@@ -83,7 +80,7 @@ def hash_sparse(
         FlashMask: indices [B, H, Skv, 2], not causal, q_len = Sq.
 
     Raises:
-        TypeError: buckets are not an integer tensor, `exclude_self` is not a bool, or `mask` is not a FlashMask.
+        TypeError: buckets are no integer tensor, `exclude_self` is not a bool, or `mask` is not a FlashMask.
         ValueError: shapes or devices do not fit, or `mask` has another form.
 
     Example:
@@ -118,7 +115,7 @@ def check_choice(kind: Literal["keep", "bucket"], q: Tensor, k: Tensor) -> None:
 def first_hidden_rows(mask: FlashMask | None, q: Tensor, k: Tensor) -> Tensor | None:
     """Return the row from which `mask` hides each key, int32 [B or 1, Hm, Skv], or None for no mask.
 
-    Of q [B, Hq, Sq] and k [B, Hkv, Skv], which are sorted, only shapes and the device are read.
+    Of q [B, Hq, Sq] and k [B, Hkv, Skv] only shapes and the device are read.
 
     Raises:
         TypeError: `mask` is neither a FlashMask nor None.

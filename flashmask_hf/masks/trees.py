@@ -24,17 +24,14 @@ def share_question(
 ) -> FlashMask:
     """Answers share their question: each sees the question and itself causally, no other answer (section 2.1).
 
-    It is `tree` with one level of children.
+    `share_question([(1, [2, 1]), (1, [1])])`:
 
-    `share_question([(2, [2, 1]), (1, [1])])`:
-
-        1 . . . . . .
-        1 1 . . . . .
-        1 1 1 . . . .
-        1 1 1 1 . . .
-        1 1 . . 1 . .
-        . . . . . 1 .
-        . . . . . 1 1
+        1 . . . . .
+        1 1 . . . .
+        1 1 1 . . .
+        1 . . 1 . .
+        . . . . 1 .
+        . . . . 1 1
 
     Args:
         documents: tuples (question length, [answer lengths]) in row order.
@@ -47,8 +44,8 @@ def share_question(
         ValueError: a document has no answer.
 
     Example:
-        >>> share_question([(2, [2, 1]), (1, [1])]).indices.flatten()  # where each node's subtree ends
-        tensor([5, 5, 4, 4, 5, 7, 7], dtype=torch.int32)
+        >>> share_question([(1, [2, 1]), (1, [1])]).indices.flatten()  # where each node's subtree ends
+        tensor([4, 3, 3, 4, 6, 6], dtype=torch.int32)
     """
     for path, row in batch_rows("documents", documents, list):
         for k, entry in enumerate(row):
@@ -71,8 +68,8 @@ def tree(
 ) -> FlashMask:
     """A forest in depth-first order: each token sees its own node and its ancestors, causally.
 
-    The general form of `causal_document` (no children) and `share_question` (one level), for rollouts and dialogues. It
-    needs one integer per key: the query row where the subtree of the key's node ends.
+    The general form of `causal_document` and `share_question`, for rollouts and dialogues. It needs one integer per
+    key: the query row where the subtree of the key's node ends.
 
     `tree([(1, [(1, [1, 1]), 1]), 1])`, a root with two children, the first with two of its own, then a lone token:
 

@@ -15,12 +15,11 @@ from flashmask_hf.masks._columns import key_positions, make_mask
 def full(kv_len: int, *, q_len: int | None = None, device: Device = None) -> FlashMask:
     """Every query sees every key (section 2.1).
 
-    `full(4)`:
+    `full(3)`:
 
-        1 1 1 1
-        1 1 1 1
-        1 1 1 1
-        1 1 1 1
+        1 1 1
+        1 1 1
+        1 1 1
 
     Args:
         q_len: any number of queries; None is kv_len.
@@ -41,12 +40,11 @@ def full(kv_len: int, *, q_len: int | None = None, device: Device = None) -> Fla
 def causal(kv_len: int, *, q_len: int | None = None, device: Device = None) -> FlashMask:
     """Every query sees the keys up to its own position (section 2.1).
 
-    `causal(4)`:
+    `causal(3)`:
 
-        1 . . .
-        1 1 . .
-        1 1 1 .
-        1 1 1 1
+        1 . .
+        1 1 .
+        1 1 1
 
     Args:
         q_len: any number of queries; None is kv_len. The first q_len - kv_len queries see nothing.
@@ -68,25 +66,23 @@ def sliding_window(
 ) -> FlashMask:
     """Every query sees the `window` nearest keys up to its own position (section 2.1).
 
-    `sliding_window(5, 2)`:
+    `sliding_window(4, 2)`:
 
-        1 . . . .
-        1 1 . . .
-        . 1 1 . .
-        . . 1 1 .
-        . . . 1 1
+        1 . . .
+        1 1 . .
+        . 1 1 .
+        . . 1 1
 
-    `sliding_window(5, 2, causal=False)`:
+    `sliding_window(4, 2, causal=False)`:
 
-        1 1 . . .
-        1 1 1 . .
-        . 1 1 1 .
-        . . 1 1 1
-        . . . 1 1
+        1 1 . .
+        1 1 1 .
+        . 1 1 1
+        . . 1 1
 
     Args:
-        window: at least 1, including the query's own position. Query i sees keys i - window + 1 to i, as with
-            `sliding_window` in transformers; with causal=False it sees keys with |i - j| < window.
+        window: at least 1. Query i sees keys i - window + 1 to i, as with `sliding_window` in transformers; with
+            causal=False it sees keys with |i - j| < window.
 
     Returns:
         FlashMask: indices [1, 1, kv_len, 1], causal; or [1, 1, kv_len, 2], not causal.
@@ -95,8 +91,8 @@ def sliding_window(
         ValueError: `window` is less than 1.
 
     Example:
-        >>> sliding_window(5, 2).indices.flatten()
-        tensor([2, 3, 4, 5, 5], dtype=torch.int32)
+        >>> sliding_window(4, 2).indices.flatten()
+        tensor([2, 3, 4, 4], dtype=torch.int32)
     """
     return global_sliding_window(kv_len, 0, window, causal=causal, q_len=q_len, device=device)
 
@@ -112,23 +108,21 @@ def global_sliding_window(
 ) -> FlashMask:
     """The first tokens see and are seen by all, the others keep to a window (section 2.1 and figure 1(b)(6)).
 
-    `global_sliding_window(6, 1, 2)`:
+    `global_sliding_window(5, 1, 2)`:
 
-        1 1 1 1 1 1
-        1 1 1 . . .
-        1 1 1 1 . .
-        1 . 1 1 1 .
-        1 . . 1 1 1
-        1 . . . 1 1
+        1 1 1 1 1
+        1 1 1 . .
+        1 1 1 1 .
+        1 . 1 1 1
+        1 . . 1 1
 
-    `global_sliding_window(6, 1, 2, causal=True)`, the "attention sink" of streaming decoders:
+    `global_sliding_window(5, 1, 2, causal=True)`, the "attention sink" of streaming decoders:
 
-        1 . . . . .
-        1 1 . . . .
-        1 1 1 . . .
-        1 . 1 1 . .
-        1 . . 1 1 .
-        1 . . . 1 1
+        1 . . . .
+        1 1 . . .
+        1 1 1 . .
+        1 . 1 1 .
+        1 . . 1 1
 
     Args:
         n_global: number of global tokens at the start, 0..kv_len.
@@ -142,8 +136,8 @@ def global_sliding_window(
         ValueError: `n_global` lies outside 0..kv_len, or `window` is less than 1.
 
     Example:
-        >>> global_sliding_window(6, 1, 2, causal=True).indices.flatten()
-        tensor([6, 3, 4, 5, 6, 6], dtype=torch.int32)
+        >>> global_sliding_window(5, 1, 2, causal=True).indices.flatten()
+        tensor([5, 3, 4, 5, 5], dtype=torch.int32)
     """
     kv_len = as_length("kv_len", kv_len)
     n_global = as_integer("n_global", n_global, 0, kv_len)

@@ -19,7 +19,7 @@ WITHOUT_CALL = {
         torch.tensor([[[True, False, True, True]]]), torch.tensor([[[True, True, False, True]]])
     ),
     "hash_sparse": lambda: masks.hash_sparse(torch.tensor([[[1, 0, 1, 0]]]), torch.tensor([[[1, 0, 1, 0]]])),
-    "from_position_ids": lambda: masks.from_position_ids(torch.tensor([0, 1, 2, 0, 1, 0])),
+    "from_position_ids": lambda: masks.from_position_ids(torch.tensor([0, 1, 0])),
     "random_eviction": lambda: masks.random_eviction(5, evict_from=torch.tensor([[[4, 2, 5, 4, 5]]])),
 }
 """Masks whose drawings are described in words, since their calls take tensors."""
