@@ -167,6 +167,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for task in a.tasks:
         for length in a.lengths:
             if time_left(a) > 0:
+                torch.compiler.reset()  # FlexAttention is slower when it is compiled for several lengths
                 results.add(measure(task, length, a))
                 free_memory()
 
