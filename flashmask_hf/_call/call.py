@@ -73,7 +73,7 @@ class Call:
     gpu: int | None
     """Index of the GPU of the tensors; None on other devices."""
     _prepared: dict[Hashable, Run] = field(default_factory=dict)
-    """By pass, whether rows are put in an order, and, for backwards, the layouts of saved tensors."""
+    """By pass, ordering of rows, layouts of saved tensors in backwards, and alignment of a shard's seed."""
 
     def cast(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v cast as SDPA casts them under autocast."""
@@ -102,11 +102,11 @@ class Call:
             problem = self._problem(q, k, v, sinks, indices, seed)
             return one.forward(problem) if order is None else one.ordered_forward(problem)
 
-        key = ("forward", order is not None, _shard_alignment(seed))
+        key = ("forward", order is not None)
         keeper = current_keeper.get()
         if keeper is not None:
-            return keeper(q, lambda: self._run(key, prepare, tensors))
-        return self._run(key, prepare, tensors)
+            return keeper(q, lambda: self._run(key, prepare, tensors, seed))
+        return self._run(key, prepare, tensors, seed)
 
     __call__ = forward
 
@@ -134,7 +134,7 @@ class Call:
         # Hooks on saved tensors, such as offloading, keep shapes and dtypes only.
         saved = (dout, q, k, v, lse, indices) if out is None else (dout, q, k, v, lse, indices, out)
         layouts = [(x.stride(), x.data_ptr() % 16) for x in saved]
-        key = ("backward", orders is not None, _shard_alignment(seed), dlse is None, *layouts)
+        key = ("backward", orders is not None, dlse is None, *layouts)
 
         def prepare(one: Implementation) -> Run:
             problem = self._problem(q, k, v, sinks, indices, seed)
@@ -142,7 +142,7 @@ class Call:
             backward = one.backward if orders is None else one.ordered_backward
             return backward(problem, layout_of(dout), output)
 
-        dq, dk, dv, row_sums = self._run(key, prepare, tensors)
+        dq, dk, dv, row_sums = self._run(key, prepare, tensors, seed)
         return dq, dk, dv, None if sinks is None else _sinks_gradient(sinks, lse, row_sums)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor) -> tuple[Tensor, Tensor]:
@@ -150,8 +150,13 @@ class Call:
         tensors = (q, k, v, sinks, indices)
         return self._run(("decode",), lambda one: one.decode(self._problem(*tensors)), tensors)
 
-    def _run(self, key: tuple[Any, ...], prepare: Callable[[Implementation], Run], tensors: tuple[Any, ...]) -> Any:
+    def _run(
+        self, key: tuple[Any, ...], prepare: Callable[[Implementation], Run], tensors: tuple[Any, ...],
+        seed: Tensor | None = None,
+    ) -> Any:  # fmt: skip
         """Run the pass of `key`; prepare it first if no run has succeeded."""
+        if seed is not None and len(seed) > 1:  # a shard's, which kernels load by vectors
+            key = (*key, "shard", seed.data_ptr() % 16)
         run = self._prepared.get(key) or partial(self._prepare_and_run, key, prepare)
         if self.gpu is None or self.gpu == torch_internals.current_gpu():
             return run(*tensors)
@@ -185,7 +190,8 @@ class Call:
     def _problem(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor, seed: Tensor | None = None
     ) -> Problem:
-        return problem_of(q, k, v, indices, sinks, self.causal, self.arguments, _shard_alignment(seed) is not None)
+        is_of_shard = seed is not None and len(seed) > 1
+        return problem_of(q, k, v, indices, sinks, self.causal, self.arguments, is_of_shard)
 
 
 def resolve(q: Tensor, k: Tensor, v: Tensor, mask: FlashMask, sinks: Tensor | None, given: Arguments) -> Call:
@@ -270,11 +276,6 @@ def _autocast_dtype(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype | None:
     if len(set(dtypes)) > 1:
         raise TypeError(f"q, k and v must have one dtype, got {', '.join(map(str, dtypes))}; cast them to the same")
     return None
-
-
-def _shard_alignment(seed: Tensor | None) -> int | None:
-    """Return the alignment of a shard's seed, which Triton compiles for; None for any other seed."""
-    return None if seed is None or len(seed) == 1 else seed.data_ptr() % 16
 
 
 def _sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from transformers.utils.output_capturing import _active_collector
 from flashmask_hf.hf.call import current
 from flashmask_hf.hf.keywords import SPLIT_BY_TORCH, check_keywords
 from flashmask_hf.hf.late import late_mask, refuse_shard_of_heads
-from flashmask_hf.hf.layer_mask import BOUNDS, LayerMask, mask_of_rows
+from flashmask_hf.hf.layer_mask import LayerMask, mask_of_rows
 from flashmask_hf.hf.ranks import attend_in_parts, seed_of_heads
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import FLASHMASK, VECTORS
@@ -67,9 +67,8 @@ def attention_forward(
     """
     check_layer(module, kwargs, FLASHMASK)
     dropout = dropout if module.training else 0.0
-    if is_marked(attention_mask):
-        mask = _marked_mask(module, query, key, attention_mask)
-    else:
+    mask = _marked_mask(module, query, key, attention_mask)
+    if mask is None:
         split = active_split(query.shape[2], kwargs.get(VECTORS))
         if split is not None:
             return attend_in_parts(split, module, query, key, value, attention_mask, scaling, dropout, kwargs), None
@@ -129,20 +128,17 @@ def layer_mask(
         attention_mask: as in `attention_forward`.
         kwargs: the layer's keywords, checked (`check_layer`).
     """
-    if is_marked(attention_mask):
-        return _marked_mask(module, query, key, attention_mask)
-    return late_mask(module, query, key, attention_mask, kwargs)
+    marked = _marked_mask(module, query, key, attention_mask)
+    return late_mask(module, query, key, attention_mask, kwargs) if marked is None else marked
 
 
-def _marked_mask(module: nn.Module, query: Tensor, key: Tensor, rows: Tensor) -> LayerMask:
-    """Return a layer's mask of marked rows, and count the layer in the call."""
+def _marked_mask(module: nn.Module, query: Tensor, key: Tensor, rows: Any) -> LayerMask | None:
+    """Return a layer's mask of marked rows, and count the layer in the call; None for another attention_mask."""
+    mask = mask_of_rows(rows, key.shape[2])
+    if mask is None:
+        return None
     if not torch.compiler.is_compiling() and current.call is not None:
         current.call.supplied += 1
     if rows.shape[1] > 1:
         refuse_shard_of_heads(module, query.shape[1])
-    return mask_of_rows(rows, key.shape[2])
-
-
-def is_marked(rows: Any) -> TypeGuard[Tensor]:
-    """Return whether a layer's attention_mask has the form of marked rows."""
-    return isinstance(rows, Tensor) and rows.dtype == torch.int32 and rows.dim() == 4 and rows.shape[2] in BOUNDS
+    return mask

@@ -61,9 +61,9 @@ class Call:
         self.positions = self._find_positions()
         self.reads = self.supplied = 0
         self._documents: Any = False
-        self.state: ModelState = state_of(model)
         adapters = model.__dict__.get("peft_config", {})
         self.has_activated_lora = any([getattr(x, "alora_invocation_tokens", None) for x in adapters.values()])
+        self.state: ModelState = state_of(model)
 
     def changed(self, named: dict[str, Any]) -> Call:
         """Return the same call with other arguments."""

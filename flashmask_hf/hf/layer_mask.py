@@ -80,15 +80,15 @@ def cached_mask(
     """
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return build()  # a compiler merges equal plans, and a transform's tensors are its own
-    if any(type(x) is not Tensor for x in sources):
+    if any([type(x) is not Tensor for x in sources]):
         return build()
     stream = stream_of(sources[0]) if sources else None
-    if not per_forward and (is_capturing(sources[0]) or any(x.is_inference() for x in sources)):
+    if not per_forward and (is_capturing(sources[0]) or any([x.is_inference() for x in sources])):
         return build()
     inference = torch.is_inference_mode_enabled()  # autograd cannot save tensors made there
-    memory = tuple((x.data_ptr(), x.shape, x.stride(), x.dtype) for x in sources)
-    key = (memory[:1], variant, stream, inference)
-    state = (memory[1:], tuple(0 if x.is_inference() else x._version for x in sources))
+    memory = [(x.data_ptr(), x.shape, x.stride(), x.dtype) for x in sources]
+    key = (*memory[:1], variant, stream, inference)
+    state = (memory[1:], [0 if x.is_inference() else x._version for x in sources])
     entry = _entries.get(key)
     if entry is not None and entry.state == state:
         return entry.mask
@@ -124,13 +124,15 @@ def marked_rows(mask: LayerMask) -> Tensor:
     return rows
 
 
-def mask_of_rows(rows: Tensor, kv_len: int) -> LayerMask:
-    """Return the mask of marked rows: kept on the tensor, or cached for an alias of it.
+def mask_of_rows(rows: Any, kv_len: int) -> LayerMask | None:
+    """Return the mask of marked rows, kept on the tensor or cached for an alias of it; None for anything else.
 
     Raises:
         ValueError: the rows are of another number of keys.
         RuntimeError: the rows lack the mark, as a dense mask of the same shape (a device-side check).
     """
+    if not isinstance(rows, Tensor) or rows.dtype != torch.int32 or rows.dim() != 4 or rows.shape[2] not in BOUNDS:
+        return None
     if rows.shape[2] < 6 and rows.shape[3] != kv_len:
         raise ValueError(
             f"attention_mask has {rows.shape[3]} keys, but this layer has {kv_len}; pass a 2D attention_mask that "

@@ -166,8 +166,8 @@ def _supplied_rows(
     causal, hooked = lo == 0, None
     if indices.shape[2] != call.tokens.shape[1] or (not causal and (None if lo is None else 1 - lo) != window):
         return None
-    check_form(indices, causal, call.config)
     record_documents()
+    check_form(indices, causal, call.config)
     if window is None and visible.distances is None and indices.shape[3] == 4 and _has_images_in_windows(call):
         device_assert(
             ~shown_earlier(FlashMask(indices, causal=False)).any(),

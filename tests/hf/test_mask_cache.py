@@ -77,7 +77,7 @@ def test_masks_are_dropped_with_their_tensor(cache):
     for _ in range(3):
         vectors = masks.causal_document([5, 7]).indices
         model(tokens(1, 12), position_ids=positions([5, 7]), startend_row_indices=vectors, use_cache=False)
-        assert len(cache) == 2
+        assert len(cache) == 3  # two kinds of layers, and the first tokens
     del vectors
     gc.collect()
     assert not cache
@@ -88,7 +88,7 @@ def test_a_mask_does_not_keep_the_tensor_that_it_reads(cache, name):
     hooked = mask_hook(batch_size=1, q_length=6, kv_length=6).clone()
     given = {name: hooked if name == "attention_mask" else masks.causal_document([3, 3]).indices}
     attend(**given)
-    assert len(cache) == 1
+    assert len(cache) == 1 + (name == "startend_row_indices")  # with the first tokens of branches
     del hooked, given
     gc.collect()
     assert not cache
@@ -140,7 +140,7 @@ def test_a_tensor_has_one_mask_per_variant(cache, plans):
         for extra in ({}, dict(attention_mask=torch.ones(1, 12))):
             inputs = dict(position_ids=positions([5, 7]), startend_row_indices=vectors, use_cache=False)
             model(tokens(1, 12), **inputs, **extra)
-            assert len(cache) == 2
+            assert sum(isinstance(one.mask, torch.Tensor) for one in cache.values()) == 2
         assert len(plans) == 4 * step  # each forward has columns of its own
 
 

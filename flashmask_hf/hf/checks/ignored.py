@@ -119,7 +119,9 @@ def _is_not_split_by_torch(call: Call) -> Verdict:
 @rule(CHECKS, "sequence parallelism of verl or ms-swift", ours=True)
 def _is_not_split_by_a_program(call: Call) -> Verdict | None:
     program = _find_splitting_program()
-    return None if program is None else False, (
+    if program is None:
+        return None
+    return False, (
         f"{program} splits rows over ranks and exchanges tokens inside FlashAttention alone: {call.implementation!r} "
         "would attend within a shard. Set its sequence parallel size to 1."
     )

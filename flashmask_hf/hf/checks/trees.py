@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import LOSS_MAPPING
 
 from flashmask_hf.hf.call import Call
+from flashmask_hf.hf.layer_mask import cached_mask
 from flashmask_hf.hf.models import state_of
 from flashmask_hf.hf.rules import Rule, Verdict, rule
 from flashmask_hf.intervals import outer_rows
@@ -36,7 +37,7 @@ def check_tree_positions(mask: FlashMask, position_ids: Tensor | None) -> None:
         RuntimeError: the first position of a branch is not higher than its parent's, or is higher than the position of
             the token before it in the row; or there are branches and no positions (a device-side check).
     """
-    _, branch, parent = _first_tokens(subtree_ends(mask))
+    _, branch, parent = _first_tokens(mask)
     fits, got = ~branch, "position_ids are missing"
     if position_ids is not None:
         got = "position_ids do not branch"
@@ -50,7 +51,7 @@ def check_tree_positions(mask: FlashMask, position_ids: Tensor | None) -> None:
     )
 
 
-def subtree_ends(mask: FlashMask) -> Tensor:
+def _subtree_ends(mask: FlashMask) -> Tensor:
     """Return one past the last row that sees each key, int [B, H, S]; S throughout a row of keys that is no tree.
 
     In a tree the rows that see a key are contiguous and hold its own.
@@ -69,13 +70,11 @@ def subtree_ends(mask: FlashMask) -> Tensor:
     return torch.where(nested, last, length)
 
 
-def _first_tokens(ends: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _first_tokens(mask: FlashMask) -> tuple[Tensor, Tensor, Tensor]:
     """Find the tokens of a causal mask that do not continue the token right before, which sees some row.
 
-    A token after a hidden token does not count: the hidden token may be its parent.
-
-    Args:
-        ends: int [B, H, S], one past the last row that sees each key, as `subtree_ends` returns it.
+    A token after a hidden token does not count: the hidden token may be its parent. The checks of a call and its layers
+    share the result.
 
     Returns:
         document: bool [B, H, S], whether a document starts: the token sees no other.
@@ -83,6 +82,11 @@ def _first_tokens(ends: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             False throughout a mask that is not of trees.
         parent: int64 [B, H, S], the last key that a token sees besides itself, in a mask of trees.
     """
+    variant = ("first tokens", mask.causal)
+    return cached_mask((mask.indices,), variant, lambda: _find_first_tokens(_subtree_ends(mask)), per_forward=False)
+
+
+def _find_first_tokens(ends: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     length = ends.shape[-1]
     token = torch.arange(length, device=ends.device).expand(ends.shape).contiguous()
     ends = ends.to(torch.int64)
@@ -113,7 +117,7 @@ def has_one_document(call: Call) -> Tensor | None:
     """Return whether a call has at most one document per row, bool []; None if it has no document boundaries."""
     mask, documents = mask_of(call), call.documents
     if mask is not None and call.positions is None:
-        return ~_first_tokens(subtree_ends(mask))[0].any()
+        return ~_first_tokens(mask)[0].any()
     if mask is None or documents is None or mask.kv_len != documents.starts.shape[1]:
         return None if documents is None else documents.is_one_per_row()
     shown = (mask.indices[:, 0] > 0).any(-1)  # padding has positions 0
@@ -145,7 +149,7 @@ def _is_no_first_token_learned(call: Call) -> Verdict | None:
     found = _shifted_labels(call)
     if found is None or found[1].shape[1] != found[0].kv_len:
         return None
-    document, branch, _ = _first_tokens(subtree_ends(found[0]))
+    document, branch, _ = _first_tokens(found[0])
     first, learned = (document | branch)[:, 0], found[1] != IGNORED
     return ~(first & learned.to(first.device)).any(), (
         "labels name the first token of a branch or of a packed document, which the model's loss predicts from the "
@@ -162,10 +166,11 @@ def _is_no_label_seen(call: Call) -> Verdict | None:
     tokens = call.tensor("input_ids", 2)
     if tokens is None or tokens.shape != labels.shape:
         return None
-    before = torch.arange(mask.kv_len, device=mask.device) - 1
-    hidden = torch.stack([(start <= before) & (before < end) for start, end in mask.intervals()]).any(0)[:, 0]
-    given = (tokens == labels.to(tokens.device)).to(mask.device)  # shifted masked diffusion hides its labels
-    return ~(given & ~hidden)[:, 1:].any(), (
+    before = torch.arange(mask.kv_len - 1, device=mask.device)
+    pairs = [(start[:, 0, 1:], end[:, 0, 1:]) for start, end in mask.intervals()]
+    hidden = torch.stack([(start <= before) & (before < end) for start, end in pairs]).any(0)
+    given = (tokens == labels.to(tokens.device)).to(mask.device)[:, 1:]  # shifted masked diffusion hides its labels
+    return (given <= hidden).all(), (
         "labels name a token that the token before sees, so the model's loss would teach to copy it; set it to -100, "
         "or, for batches of diffusion, model.loss_function = diffusion_loss (flashmask_hf.collators)"
     )
