@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 from torch import Tensor
 
@@ -14,40 +14,31 @@ from flashmask_hf.dropout import draw_seed
 from flashmask_hf.kernels.eager.reference import reference_attention
 from flashmask_hf.mask import FlashMask
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class _Options(TypedDict, total=False):
+    """The options that do not change what `flashmask_attention` returns, as it describes them."""
+
+    scale: float | None
+    softcap: float | None
+    sinks: Tensor | None
+    deterministic: bool
+    dropout: float
+    dropout_seed: Tensor | None
+    impl: str | None
+
 
 @overload
 def flashmask_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: FlashMask,
-    *,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    deterministic: bool = False,
-    dropout: float = 0.0,
-    dropout_seed: Tensor | None = None,
-    return_lse: Literal[False] = False,
-    impl: str | None = None,
+    q: Tensor, k: Tensor, v: Tensor, mask: FlashMask, *, return_lse: Literal[False] = False, **options: Unpack[_Options]
 ) -> Tensor: ...
 
 
 @overload
 def flashmask_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: FlashMask,
-    *,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    deterministic: bool = False,
-    dropout: float = 0.0,
-    dropout_seed: Tensor | None = None,
-    return_lse: Literal[True],
-    impl: str | None = None,
+    q: Tensor, k: Tensor, v: Tensor, mask: FlashMask, *, return_lse: Literal[True], **options: Unpack[_Options]
 ) -> tuple[Tensor, Tensor]: ...
 
 

@@ -23,12 +23,17 @@ from flashmask_hf.names import (
 _USED = f"cu_seq_lens_q is_causal position_ids s_aux sliding_window softcap {VECTORS}".split()
 """Keywords that change the result and are implemented."""
 
+_CHANGES = "{0} changes the result of attention and is not implemented by attn_implementation='{1}'; "
+
 _REFUSED = {
-    "pass {}=None, or use attn_implementation='eager' for this model": "alibi alibi_slopes attention_bias attn_bias "
-    "block_indices block_mask block_table head_mask indices mask_mod position_bias score_mod sinks window_size",
-    "use attn_implementation='sdpa' for continuous batching": "cache read_index",
+    _CHANGES + "pass {0}=None, or use attn_implementation='eager' for this model": "alibi alibi_slopes attention_bias "
+    "attn_bias block_indices block_mask block_table head_mask indices mask_mod position_bias score_mod sinks "
+    "window_size",
+    _CHANGES + "use attn_implementation='sdpa' for continuous batching": "cache read_index",
+    "{0} of the batch would not weigh this trainer's loss; train with PackedSFTTrainer or SharedQuestionDPOTrainer, or "
+    "remove the weights from the dataset": f"{LABEL_WEIGHTS} {SHIFT_LABEL_WEIGHTS} {PAIR_WEIGHTS}",
 }
-"""Keywords that change the result and are not implemented, by the way out."""
+"""Keywords that are not implemented, by the error's text, with places for the keyword and the attention."""
 
 _HARMLESS = {
     "models": "cache_position deterministic inputs_embeds is_first_iteration labels logits_to_keep output_attentions "
@@ -49,7 +54,7 @@ SPLIT_BY_TORCH = (
 )
 """The error's text for context parallelism that exchanges the keys of 'sdpa' alone, with a place for the attention."""
 
-_WAYS_OUT = {name: way_out for way_out, names in _REFUSED.items() for name in names.split()}
+_ERRORS = {name: text for text, names in _REFUSED.items() for name in names.split()}
 
 _ACCEPTED = {*_USED, *" ".join(_HARMLESS.values()).split()}
 
@@ -69,22 +74,15 @@ def check_keywords(kwargs: dict[str, Any], implementation: str) -> None:
         ValueError: a sliding window of less than one token.
         NotImplementedError: a keyword that is not implemented, options of another implementation, or weights of labels.
     """
-    asked = f"attn_implementation='{implementation}'"
     check_window(kwargs.get("sliding_window"))
     for name, value in kwargs.items():
         if name in _ACCEPTED or value is None or _SPARSE.get(name) == implementation:
             continue
-        if name in _WAYS_OUT:
-            raise NotImplementedError(
-                f"{name} changes the result of attention and is not implemented by {asked}; "
-                + _WAYS_OUT[name].format(name)
-            )
-        if name in (LABEL_WEIGHTS, SHIFT_LABEL_WEIGHTS, PAIR_WEIGHTS):
-            way = "train with PackedSFTTrainer or SharedQuestionDPOTrainer, or remove the weights from the dataset"
-            raise NotImplementedError(f"{name} of the batch would not weigh this trainer's loss; {way}")
+        if name in _ERRORS:
+            raise NotImplementedError(_ERRORS[name].format(name, implementation))
         if name in _SPARSE:
             raise NotImplementedError(
-                f"{name} is an option of attn_implementation='{_SPARSE[name]}', but this layer has {asked}; call "
+                f"{name} is an option of '{_SPARSE[name]}', but this layer's attention is '{implementation}'; call "
                 f"model.set_attn_implementation('{_SPARSE[name]}'), or leave {name} out"
             )
         if "startend" in name or "row_indices" in name:
@@ -92,8 +90,9 @@ def check_keywords(kwargs: dict[str, Any], implementation: str) -> None:
         if not torch.compiler.is_compiling() and name not in _warned:
             _warned.add(name)
             warnings.warn(
-                f"{asked} ignores the attention keyword '{name}', which it does not know; that is right if it is meant "
-                "for another part of the model. If it should change attention, use 'eager'.",
+                f"attn_implementation='{implementation}' ignores the attention keyword '{name}', which it does not "
+                "know; that is right if it is meant for another part of the model. If it should change attention, use "
+                "'eager'.",
                 stacklevel=4,  # the model's code, past `check_layer` and the attention function
             )
 
