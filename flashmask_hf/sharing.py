@@ -31,15 +31,15 @@ def share_prefixes(model: Any, minimum: float = 0.1) -> None:
     """Make a causal model compute common beginnings of a batch's sequences once, whatever trainer calls it.
 
     Outputs, losses and gradients equal the batch's, up to rounding: the backbone runs one packed row, the trie of the
-    sequences without padding, and its hidden states are laid out as the batch, without a cache. A batch is what
-    trainers pass: padded on any side with a 2D mask; flat with positions that start again, beside a mask that numbers
-    the documents or without one; or without mask and positions, a sequence per row. The host waits for the device once
-    per call, to read the token ids; the rows of the last 8 batches are kept, so a reference model's pass packs nothing.
+    sequences without padding, and its hidden states are laid out as the batch, without a cache. Batches are padded on
+    any side with a 2D mask; flat with positions that start again, with or without a mask that numbers the documents; or
+    have a sequence per row. The host waits for the device once per call, to read the token ids; the rows of the last 8
+    batches are kept, so a reference model's pass packs nothing.
 
-    A call runs as before where less than `minimum` is saved, with a cache, `use_cache=True`, `inputs_embeds`,
+    A call runs as before if it saves less than `minimum`, or has a cache, `use_cache=True`, `inputs_embeds`,
     `startend_row_indices`, positions of several axes or other tensors per token, a mask with holes, positions that jump
-    within a document, padding on the left of a model with a table of positions (GPT-2) and no positions, or active
-    dropout or noise, which warns once: shared tokens would share it. Repeating the call changes `minimum`.
+    within a document, or padding on the left of a model with a table of positions (GPT-2) and no positions. So does a
+    call with dropout or noise, which shared tokens would share; it warns once. Repeating the call changes `minimum`.
 
     Args:
         model: a transformers model with a head, or a PEFT model around one, with attention "flashmask", not wrapped
@@ -136,11 +136,7 @@ def _warn_of_dropout(name: str) -> None:
 
 
 def _read(call: Call) -> NDArray[np.int64]:
-    """Return token ids, numbers, positions, and whether a document starts, int64 [4, N, L].
-
-    A token's number is 0 for padding, else counts the documents of a 2D mask and of `seq_idx`, or is 1 without both.
-    Positions count rows if there are none.
-    """
+    """Return token ids, numbers of documents (0 for padding), positions, and document starts, int64 [4, N, L]."""
     ids: Tensor = call.named["input_ids"]
     mask, positions, segments = (call.get(name) for name in ("attention_mask", "position_ids", "seq_idx"))
     numbers = torch.ones_like(ids) if mask is None else mask
@@ -155,10 +151,7 @@ def _read(call: Call) -> NDArray[np.int64]:
 def _starts(
     call: Call, numbers: NDArray[np.int64], positions: NDArray[np.int64], starts: NDArray[np.int64]
 ) -> NDArray[np.bool_] | None:
-    """Return the first tokens of the documents, bool [N, L]; None if documents have holes or positions of their own.
-
-    The arguments are as `_read` returns them.
-    """
+    """Return the first tokens of the documents, bool [N, L]; None if documents have holes or positions of their own."""
     if call.get("attention_mask") is None and positions[0, 0] > 0:
         raise ValueError(
             f"position_ids start at {positions[0, 0]}, inside a document, as on a rank that has a part of each row; "

@@ -15,7 +15,6 @@ from tools.tiny import (
     TRAINER_WARNINGS,
     llama_config,
     preference_rows,
-    start_training,
     trainer_settings,
     word_tokenizer,
 )
@@ -341,11 +340,11 @@ ONE = {
     ),
     "sft, label smoothing that its loss ignores": (
         lambda: build("sft", label_smoothing_factor=0.1, loss_type="dft"),
-        "label_smoothing_factor=0.1 changes nothing with loss_type='dft'; leave it at 0, or use loss_type='nll'",
+        "label_smoothing_factor=0.1: this trainer's loss does not read it; leave it at 0",
     ),
     "sft, label smoothing beside a loss of the caller's": (
         lambda: build("sft", label_smoothing_factor=0.1, compute_loss_func=len),
-        "label_smoothing_factor=0.1 changes nothing with compute_loss_func",
+        "label_smoothing_factor=0.1: this trainer's loss does not read it",
     ),
     "reward, the fused loss of Liger": (
         lambda: build("reward", use_liger_kernel=True, liger_kernel_config={"fused_linear_cross_entropy": True}),
@@ -704,10 +703,9 @@ def test_a_set_up_has_the_loss_of_stock_trl(name):
 @pytest.mark.parametrize(
     ("task", "attention"), [("sft", "flashmask"), ("sft", "sdpa"), ("dpo", None), ("reward", None)]
 )
-def test_training_starts_with_the_name_of_the_attention(task, attention, capsys, caplog):
+def test_a_trainer_prints_the_name_of_the_attention(task, attention, capsys, caplog):
     model = model_of(task, attention) if attention else None
     trainer = build(task, model=model)
-    start_training(trainer)
     line = f"{type(trainer).__name__}: attn_implementation='{attention or 'flashmask'}'."
     assert line in capsys.readouterr().out.splitlines()
     warned = "given to PackedSFTTrainer runs attention 'sdpa', which skips no hidden tiles. Load it with attn_impl"

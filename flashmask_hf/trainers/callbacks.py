@@ -19,14 +19,14 @@ MEASURED_STEPS = 2
 
 
 def add_callbacks(trainer: Any, model: Any) -> None:
-    """Report which attention a trainer runs, and keep its results in checkpointed layers (`KeepAttention`).
+    """Print which attention a trainer runs, and keep its results in checkpointed layers (`KeepAttention`).
 
     `model` is the model or its name, as given to the trainer. A model object whose attention skips no hidden tiles logs
     a warning.
     """
     trainer.add_callback(KeepAttention(trainer))
-    trainer.add_callback(_ReportAttention(trainer))
     name = _attention_of(trainer)
+    trainer.accelerator.print(f"{type(trainer).__name__}: attn_implementation={name!r}.")
     if not isinstance(model, str) and name not in NAMES:
         logger.warning(
             f"The model given to {type(trainer).__name__} runs attention {name!r}, which skips no hidden tiles. "
@@ -38,25 +38,12 @@ def _attention_of(trainer: Any) -> str:
     return trainer.accelerator.unwrap_model(trainer.model).config.get_text_config()._attn_implementation
 
 
-class _ReportAttention(TrainerCallback):
-    """Prints a model's attention when training starts, on the first rank."""
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        trainer = self._trainer
-        trainer.accelerator.print(f"{type(trainer).__name__}: attn_implementation={_attention_of(trainer)!r}.")
-
-
 class KeepAttention(TrainerCallback):
     """Keeps attention's results in checkpointed layers (`keep_attention`) as far as GPU memory goes.
 
-    The budget is the memory free at the peak of the first two steps, which keep nothing. A batch larger than any before
-    keeps nothing either, and is measured, too. On a CPU all results are kept.
-
-    It does nothing for another attention, in compiled models, with offloaded activations, reentrant checkpointing or
-    the user's own choice (`context_fn`, or TRL's `selective`).
+    The budget is the memory free at the peak of the first two steps, which keep nothing, as a batch larger than any
+    before. On a CPU all results are kept. Nothing is done for another attention, in compiled models, with offloaded
+    activations, reentrant checkpointing or the user's own choice (`context_fn`, or TRL's `selective`).
     """
 
     def __init__(self, trainer: Any) -> None:

@@ -69,16 +69,8 @@ def without_media(
 ) -> Any:
     """Return a dataset, if any, without its columns of images, video and audio, which must be empty.
 
-    A stream's rows are checked when read, messages in the first row only.
-
-    Args:
-        dataset: the dataset.
-        name: its name.
-        images: whether images may stay.
-        way: the way out in the error.
-
-    Raises:
-        ValueError: the dataset has no rows, or a row has images, video or audio.
+    A stream's rows are checked when read, messages in the first row only. A ValueError names a row with media, and the
+    way out; `images` may stay.
     """
     if dataset is None:
         return None
@@ -118,11 +110,7 @@ def _has_media_in_messages(value: Any, media: Sequence[str]) -> bool:
 
 
 def report_dropped(before: Any, after: Any, name: str, why: str) -> None:
-    """Log how many examples of a map-style dataset were dropped; `why` ends with the limit.
-
-    Raises:
-        ValueError: no example is left.
-    """
+    """Log how many examples of a map-style dataset were dropped; a ValueError if all. `why` ends with the limit."""
     if not isinstance(before, Dataset) or len(after) == len(before):
         return
     if not len(after):

@@ -59,9 +59,8 @@ class SharedQuestionDPOConfig(DPOConfig):
 class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, PairWeightsMixin, SplitAnswersMixin, DPOTrainer):
     """`trl.DPOTrainer` that computes each question once for both answers, in policy and reference.
 
-    The backbone runs packed rows; TRL's head, losses and metrics get one sequence per answer. Results equal TRL's up to
-    rounding. Logs add `shared_tokens_saved`, the fraction of tokens saved, and `mask_sparsity`, the fraction of skipped
-    tiles.
+    Results equal TRL's up to rounding. Logs add `shared_tokens_saved`, the fraction of tokens saved, and
+    `mask_sparsity`, the fraction of skipped tiles.
 
     Datasets have one of TRL's preference formats, the format of `HuggingFaceH4/ultrafeedback_binarized`, or the columns
     `prompt_ids`, `chosen_ids` and `rejected_ids`. With a processor, a column `images` or `image` may hold images of
@@ -83,13 +82,13 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, PairWeightsMixin, 
     Raises:
         TypeError: `args`, `ref_model` or `data_collator` has another type.
         ValueError: the model has another attention or cannot take packed rows; an option is not supported
-            (`label_smoothing` with losses that do not read it, `label_smoothing_factor`, NEFTune, dispatched batches,
-            prompt learning, activated LoRA, FSDP2's RAM-efficient loading of a reference model, `use_liger_kernel`
-            before TRL 1.15); a dataset is empty, has images without a processor, video or audio, or fewer rows than a
-            batch with `dataloader_drop_last`; weights meet a loss that is no mean over pairs ("aot", "aot_unpaired",
-            "sft"); images meet `row_length`, `cp_size` or a PaliGemma; split rows meet Liger, `compute_metrics`,
-            an auxiliary loss of experts or rotary positions by length; or an example lacks a column, has an empty
-            question or answer, or exceeds the model's positions.
+            (`label_smoothing` that the loss ignores, `label_smoothing_factor`, NEFTune, dispatched batches, prompt
+            learning, activated LoRA, FSDP2's RAM-efficient loading of a reference model, `use_liger_kernel` before TRL
+            1.15); a dataset is empty, has images without a processor, video or audio, or fewer rows than a batch with
+            `dataloader_drop_last`; weights meet a loss that is no mean over pairs ("aot", "aot_unpaired", "sft");
+            images meet `row_length`, `cp_size` or a PaliGemma; split rows meet Liger, `compute_metrics`, an auxiliary
+            loss of experts or rotary positions by length; or an example lacks a column, has an empty question or
+            answer, or exceeds the model's positions.
 
     Example:
         ```python

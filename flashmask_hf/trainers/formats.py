@@ -19,11 +19,7 @@ def preference_columns(example: Mapping[str, Any], index: int) -> dict[str, Any]
     """Return the columns `prompt`, `chosen` and `rejected` of a row, all strings or all lists of messages.
 
     Rows have one of TRL's formats (https://huggingface.co/docs/trl/dataset_formats#preference), or a string as prompt
-    and conversations as answers. A prompt that conversations repeat counts once.
-
-    Raises:
-        ValueError: a column is missing or has another name, a system prompt has its own column, messages have no role,
-            an answer is empty, or one answer is a string and the other a conversation.
+    and conversations as answers. A ValueError says what is wrong with a row.
     """
     missing = [column for column in ("chosen", "rejected") if not example.get(column)]
     if missing:
@@ -50,12 +46,8 @@ def preference_columns(example: Mapping[str, Any], index: int) -> dict[str, Any]
 def answer_sequences(example: Mapping[str, Any], eos_token: str | None, name: str) -> Sequence[Any]:
     """Return question and answer as one text or conversation, for each answer of a row, `chosen` first.
 
-    The row is in a format of `MultiAnswerRewardTrainer`. Texts end with the `eos_token`.
-
-    Raises:
-        TypeError: answers or prompt have an unsupported type, or types that cannot be combined.
-        ValueError: a column is missing or has another name, a system prompt has its own column, messages have no role,
-            an answer is empty, or there are fewer than two answers.
+    The row is in a format of `MultiAnswerRewardTrainer`. Texts end with the `eos_token`. A TypeError or ValueError says
+    what is wrong with a row.
     """
     if example.get("answers") is not None:
         answers = example["answers"]
@@ -88,11 +80,7 @@ def answer_sequences(example: Mapping[str, Any], eos_token: str | None, name: st
 
 
 def _in_one_form(prompt: Any, answers: list[Any], name: str) -> tuple[Any, list[Any]]:
-    """Return a prompt, or None, and answers, all as strings or all as lists of messages, with the prompt's turns once.
-
-    Raises:
-        ValueError: conversations begin neither with a prompt that is a string, nor with the assistant.
-    """
+    """Return a prompt, or None, and answers, all strings or all lists of messages, with the prompt's turns once."""
     if isinstance(prompt, str) and not isinstance(answers[0], str):
         if all(_begins_with(answer, prompt) for answer in answers):
             return None, answers

@@ -20,20 +20,19 @@ class SharedPromptGRPOConfig(SharedPromptsOptions, GRPOConfig):
         share: "prompts" computes each distinct prompt of a micro-batch once. "tokens" computes every common prefix
             once, also inside completions (branching rollouts, repeated turns).
         exact_ratios: recompute old log-probabilities from the update's packed rows, in one more forward without
-            gradients; first importance ratios are then exactly 1. Otherwise bfloat16 ratios may be off by a percent or
-            more if completions are regrouped within part of the generation batch.
+            gradients, so that first importance ratios are exactly 1. Otherwise bfloat16 ratios may be off by a percent
+            or more where part of a generation batch is regrouped.
     """
 
 
 class SharedPromptGRPOTrainer(SharedPrompts, GRPOTrainer):
     """`trl.GRPOTrainer` that computes each prompt once for all of its completions.
 
-    Policy, old policy and reference (also without its adapter) run packed rows. Arguments, losses and metrics are
-    TRL's; results differ only by the order of sums. A model loaded by name gets the attention "flashmask"; reward
-    models keep theirs. Dropout draws once per shared token.
+    Policy, old policy and reference run packed rows; all else is TRL's, up to the order of sums. A model loaded by name
+    gets the attention "flashmask"; reward models keep theirs. Dropout draws once per shared token.
 
-    With a processor, prompts may have images. Completions share a prompt if its tokens and pixels are equal, and each
-    model call runs its images once. Generation runs them once per completion. Several processes do not log images.
+    With a processor, prompts may have images. Completions share a prompt whose tokens and pixels are equal, and each
+    model call runs its images once, generation once per completion. Several processes do not log images.
 
     > Regrouping
 
@@ -54,10 +53,10 @@ class SharedPromptGRPOTrainer(SharedPrompts, GRPOTrainer):
 
     Raises:
         TypeError: `args` is not a `trl.GRPOConfig`.
-        ValueError: the model's attention is not "flashmask", the model cannot take packed rows, a dataset is empty or
-            has no column `prompt`; or for prompts without tokens, images without a processor or in a PaliGemma, a
-            processor that pads on the right, prompt learning, activated LoRA, NEFTune, dispatched batches, continuous
-            batching, `use_liger_kernel` before TRL 1.15, and FSDP2's RAM-efficient loading of a reference model.
+        ValueError: the model has another attention, or cannot take packed rows; a dataset is empty or has no column
+            `prompt`; or for prompts without tokens, images without a processor or in a PaliGemma, a processor that pads
+            on the right, prompt learning, activated LoRA, NEFTune, dispatched batches, continuous batching,
+            `use_liger_kernel` before TRL 1.15, and FSDP2's RAM-efficient loading of a reference model.
 
     Example:
         ```python

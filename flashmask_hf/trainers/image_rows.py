@@ -35,14 +35,11 @@ _PROBES = ((64, 64), (64, 128), (128, 64))
 class ExampleLengths:
     """Computes the number of tokens of raw examples from their text and the headers of their images.
 
-    An image has as many tokens as `_get_num_multimodal_tokens` of the processor returns, and the tokens around them. If
-    the processor lacks the method, or contradicts it for blank images, it processes a blank image of each size.
+    The processor's `_get_num_multimodal_tokens` says how many tokens an image has, without the tokens around them. A
+    processor without the method, or that contradicts it for blank images, processes a blank image of each size.
 
     Args:
-        collator: TRL's `DataCollatorForVisionLanguageModeling`.
-
-    Raises:
-        ValueError: the processor has no `image_token`.
+        collator: TRL's `DataCollatorForVisionLanguageModeling`; a ValueError if its processor has no `image_token`.
     """
 
     def __init__(self, collator: Any):
@@ -126,10 +123,7 @@ class ExampleLengths:
 
 
 def _size_of(image: Any) -> tuple[int, int]:
-    """Return the height and width that an image will have once decoded.
-
-    `image` is a PIL image, a file, what `datasets` stores of an image, or whatever transformers loads.
-    """
+    """Return the height and width that an image, as `datasets`, PIL or transformers has it, will have once decoded."""
     from PIL import ExifTags, Image
     from transformers.image_utils import load_image
 
@@ -161,14 +155,13 @@ def pack_examples(
     Args:
         dataset: Dataset or IterableDataset of raw examples, as TRL's SFTTrainer takes them.
         collator: TRL's `DataCollatorForVisionLanguageModeling`.
-        max_length: maximum number of tokens of a row.
-        max_image_tokens: maximum number of image tokens of a row; None is `max_length`.
+        max_length: maximum number of tokens per row.
+        max_image_tokens: maximum number of image tokens per row; None is `max_length`.
         num_proc: number of processes that compute lengths, for a Dataset.
         name: the dataset's name in errors.
 
     Returns:
-        rows with `examples`, a list of raw examples, and, of a Dataset, their lengths in `seq_lengths`. Windows of
-        4,000 examples are packed together, in a stream of 1,000.
+        rows with `examples`, a list of raw examples, and, of a Dataset, their lengths in `seq_lengths`.
 
     Raises:
         TypeError: `max_image_tokens` is not an integer.
@@ -221,22 +214,13 @@ def _decoded(row: dict[str, Any], features: Any) -> dict[str, Any]:
 
 @dataclass
 class RowCollator:
-    """Collates rows of `pack_examples`, and raises if a batch is longer than its rows were computed to be.
-
-    Args:
-        collator: a `DataCollatorForPackedVisionLanguageModeling`.
-        max_length: maximum number of tokens of a row.
-    """
+    """Collates rows of `pack_examples` by a `DataCollatorForPackedVisionLanguageModeling`."""
 
     collator: Any
     max_length: int
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """Collate one batch.
-
-        Raises:
-            ValueError: the batch has more tokens than its rows may have.
-        """
+        """Collate one batch; raise a ValueError if it has more tokens than its rows may have."""
         batch = self.collator(rows)
         unit = self.collator.pad_to_multiple_of or 1
         tokens, limit = batch["input_ids"].numel(), -(-len(rows) * self.max_length // unit) * unit
@@ -250,14 +234,7 @@ class RowCollator:
 
 @dataclass
 class _Packer:
-    """Packs examples of a dataset into rows.
-
-    Args:
-        lengths_of: computes their lengths.
-        max_length: maximum number of tokens of a row.
-        max_image_tokens: maximum number of image tokens of a row.
-        name: the dataset's name.
-    """
+    """Packs examples of a dataset into rows with at most so many tokens, and image tokens."""
 
     lengths_of: ExampleLengths
     max_length: int

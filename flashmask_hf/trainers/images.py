@@ -23,11 +23,7 @@ IMAGE_KEYS = (*_PIXELS, *TOKEN_TYPES, *_COUNTS)
 
 
 def prepare_models(trainer: Any) -> None:
-    """Make policy and reference of several processes run their towers in every call, as FSDP and ZeRO need.
-
-    Raises:
-        ValueError: the model's prompts are bidirectional, so each answer would need its own copy of a prompt.
-    """
+    """Make policy and reference of several processes run their towers in every call; a ValueError for PaliGemma."""
     if trainer.model.config.model_type == "paligemma":
         raise ValueError("PaliGemma's prompts are bidirectional, so answers cannot share one; use TRL's trainer")
     for model in (trainer.model, getattr(trainer, "ref_model", None)):
@@ -119,11 +115,7 @@ class SequenceImages:
 
 
 class VisionPreferences:
-    """Reader of preferences with images by TRL's collator, which does not truncate, and reads each prompt once.
-
-    Args:
-        processor: the model's processor.
-    """
+    """Reader of preferences with images by TRL's collator, which does not truncate, and reads each prompt once."""
 
     def __init__(self, processor: Any):
         self._collate = DataCollatorForVisionPreference(_OncePerPrompt(processor))

@@ -20,13 +20,8 @@ def flashmask_policy(
     """Make TRL load models by name with "flashmask" and whole on each rank within the context.
 
     TRL 1.16 spreads a model over all GPUs before FSDP shards it, and fails. Options in `args.model_init_kwargs` other
-    than None stay.
-
-    Args:
-        model: the model or its name.
-        args: the trainer's arguments.
-        reference: whether TRL may load a reference although `model` is not a name.
-        attention: of a model loaded by name; None leaves it to transformers.
+    than None stay. `reference` is whether TRL may load a reference although `model` is not a name; `attention=None`
+    leaves the attention to transformers.
     """
     given, by_name = args.model_init_kwargs, isinstance(model, str)
     options = {"attn_implementation": attention} if by_name and attention else {}
@@ -42,12 +37,9 @@ def flashmask_policy(
 
 
 def run_packed_models(trainer: Any, *, sets_policy: bool = False, sets_reference: bool = True) -> None:
-    """Make a trainer's policy and its reference, if any, run packed rows.
+    """Make a trainer's policy and its reference, if any, run packed rows; a ValueError if one cannot.
 
     `sets_policy` and `sets_reference` set the model's attention to "flashmask".
-
-    Raises:
-        ValueError: a model cannot run packed rows, or the reference would be empty on all ranks but the first.
     """
     reference = getattr(trainer, "ref_model", None)
     if reference is not None and trainer.is_fsdp_enabled:
@@ -77,9 +69,6 @@ def correct_gathers(model: Any) -> None:
 
     accelerate (seen in 1.15) fails if `_no_split_modules` names a class without a module in the model, as towers of
     SigLIP and CLIP (Gemma 3, LLaVA) name their text part: the model names only classes that it has.
-
-    Args:
-        model: a transformers or PEFT model with a head, not wrapped for distributed training.
     """
     inner = unwrap_peft(model)
     found = {type(part).__name__ for part in inner.modules()}

@@ -162,11 +162,7 @@ class LongRows(TrainerCallback):
         enable_checkpointing(self._model, options)
 
     def _choose(self) -> str:
-        """Measure steps, set the options that are None, and return the reason.
-
-        Raises:
-            ValueError: the rows do not fit.
-        """
+        """Measure steps, set the options that are None, and return the reason; a ValueError if the rows do not fit."""
         keep_attention, host_bytes = self._given
         for kept in (True, False) if keep_attention is None else (keep_attention,):
             self._checkpoint(kept)

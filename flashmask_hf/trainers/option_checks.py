@@ -13,7 +13,9 @@ from flashmask_hf.trainers.context_parallel import context_parallel_size
 from flashmask_hf.trainers.weighing import require_fused_head
 
 
-def prepared_arguments(args: Any, model: Any, peft_config: Any, stock: type, ours: type) -> Any:
+def prepared_arguments(
+    args: Any, model: Any, peft_config: Any, stock: type, ours: type, compute_loss_func: Any = None
+) -> Any:
     """Return the checked arguments of a trainer of packed rows, without dispatched batches of streams.
 
     None is a default `ours`, in TRL's folder.
@@ -28,7 +30,7 @@ def prepared_arguments(args: Any, model: Any, peft_config: Any, stock: type, our
     if not isinstance(args, stock):
         way = f"{ours.__name__}(output_dir=..., ...), which takes every option of transformers.TrainingArguments"
         raise TypeError(f"args must be a {ours.__name__}, got {type(args).__name__}; build it with {way}")
-    refuse_options(args)
+    refuse_options(args, compute_loss_func)
     refuse_adapters(model, peft_config)
     if args.accelerator_config.dispatch_batches:
         raise ValueError("dispatch_batches cuts batches apart, and packed rows are in one piece; set it to false")
@@ -45,18 +47,15 @@ def checked_collator(given: Any, expected: type, **options: Any) -> Any:
     return given
 
 
-def refuse_options(args: Any) -> None:
-    """Raise a ValueError for NEFTune and, unless labels are learned, for label smoothing.
-
-    Also for context parallelism in trainers that generate.
-    """
+def refuse_options(args: Any, compute_loss_func: Any = None) -> None:
+    """Raise a ValueError for NEFTune, label smoothing that a loss ignores, and split rows in trainers that generate."""
     if not isinstance(args, (SFTConfig, DPOConfig, RewardConfig)) and context_parallel_size(args) > 1:
         problem = "each rank generates its own completions, but ranks that share rows need the same"
-        raise ValueError(f"cp_size > 1 (parallelism_config): {problem}; set cp_size=1, and use LongRows for memory")
-    if not isinstance(args, SFTConfig):
-        factor = args.label_smoothing_factor
-        if factor:
-            raise ValueError(f"label_smoothing_factor={factor}: this trainer's loss does not read it; leave it at 0")
+        raise ValueError(f"cp_size > 1 (parallelism_config): {problem}; set cp_size=1, and use flashmask_hf.long_rows")
+    smooths = isinstance(args, SFTConfig) and args.loss_type == "nll" and compute_loss_func is None
+    factor = args.label_smoothing_factor
+    if factor and not smooths:
+        raise ValueError(f"label_smoothing_factor={factor}: this trainer's loss does not read it; leave it at 0")
     if args.neftune_noise_alpha is not None:
         raise ValueError("neftune_noise_alpha scales noise by a sequence's length, not a packed row's; leave it out")
 

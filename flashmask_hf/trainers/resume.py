@@ -40,8 +40,6 @@ class ResumeMixin:
         self._place = own.get("place")
         self._total_train_tokens = own.get("num_tokens", self._total_train_tokens)
         before = own.get("packed_by") or {}
-        if before:  # of versions without these options
-            before = {"row_length": before["max_length"], "share_prefixes": False, **before}
         for name, value in (self._packed_by or {}).items():
             if before.get(name, value) != value and not self.args.ignore_data_skip:
                 problem = f"{name} must be {before[name]!r}, as in the checkpoint, got {value!r}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -22,12 +21,7 @@ from flashmask_hf.hf.packed.rows import check_compiled
 from flashmask_hf.names import PACKED_IDS, PACKED_INDEX, VECTORS
 from flashmask_hf.trainers.callbacks import add_callbacks
 from flashmask_hf.trainers.context_parallel import context_parallel_size, pad_for_parts
-from flashmask_hf.trainers.data_checks import (
-    check_examples,
-    check_prepared,
-    map_style_datasets,
-    text_datasets,
-)
+from flashmask_hf.trainers.data_checks import check_examples, check_prepared, map_style_datasets, text_datasets
 from flashmask_hf.trainers.even_batches import EvenBatchesMixin
 from flashmask_hf.trainers.loading import flashmask_policy, run_packed_models
 from flashmask_hf.trainers.metrics import log_sparsity
@@ -78,10 +72,9 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, SplitAnswersMixin,
     Rows of the dataset have one of these formats:
 
     - `answers`, a list of strings or of lists of messages, with `scores` (higher is better) or ranked, best first. The
-      `prompt` is a column, or the answers' common prefix.
+      `prompt` is a column, a string or messages, or the answers' common prefix.
     - `chosen` and `rejected`, in any of TRL's preference formats, with an optional `margin`. With `score_margin`,
       `score_chosen` and `score_rejected` make the margin.
-    - Either format with a string as `prompt` and conversations as answers, or conversely.
     - Tokenized rows, in the formats of `DataCollatorForMultiAnswerReward`.
 
     As in TRL, rows with an answer that exceeds `args.max_length` tokens with its question are dropped.
@@ -154,8 +147,7 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, SplitAnswersMixin,
         self.score_margin = collator.score_margin
         parts = context_parallel_size(args)
         collator = pad_for_parts(collator, parts)
-        # Numerators and denominators of exact metrics, by mode and name.
-        self._ratios = {mode: defaultdict(lambda: np.zeros(2)) for mode in ("train", "eval")}
+        self._counts = {mode: np.zeros(2) for mode in ("train", "eval")}  # computed and unshared tokens since a log
         with flashmask_policy(model, args):
             super().__init__(model, args, collator, *datasets, processing_class, peft_config=peft_config, **kwargs)
         _refuse_unsaved_head(self.model)
@@ -210,7 +202,7 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, SplitAnswersMixin,
 
     def _add_metrics(self, mode: str, rewards: Tensor, real: Tensor, beats: Tensor, inputs: dict[str, Any]) -> None:
         """Add the metrics of a batch; one gather transfers a row per question."""
-        metrics, ratios = self._metrics[mode], self._ratios[mode]
+        metrics, tokens = self._metrics[mode], self._counts[mode]
         log_sparsity(self, mode, inputs[VECTORS])
         ahead = rewards[:, :, None] - rewards[:, None]
         columns = [
@@ -229,6 +221,9 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, SplitAnswersMixin,
         counts, computed, unshared, accuracy, margin, least, most, total = rows.cpu().double().unbind(1)
         if mode == "train":  # the ranks of a group of tensor or context parallelism have the same batch
             self._total_train_tokens += int(unshared.sum()) // self._tp_size // self._cp_size
+        tokens *= 1  # a log clears the metrics
+        tokens += computed.sum().item(), unshared.sum().item()
+        metrics["shared_tokens_saved"] = [float(1 - tokens[0] / tokens[1])]
         metrics["num_tokens"] = [self._total_train_tokens]
         metrics["min_reward"].append(least.min().item())
         metrics["mean_reward"].append((total.sum() / counts.sum()).item())
@@ -236,8 +231,7 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, SplitAnswersMixin,
         metrics["accuracy"].append(accuracy.mean().item())
         metrics["margin"].append(margin.mean().item())
         for count, share in zip(counts.tolist(), accuracy.tolist(), strict=True):
-            ratios[f"accuracy_of_{count:.0f}_answers"] += (share, 1)
-        ratios["shared_tokens_saved"] += ((unshared - computed).sum().item(), unshared.sum().item())
+            metrics[f"accuracy_of_{count:.0f}_answers"].append(share)  # a log averages
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Return Trainer's estimate for the packed rows; `input_ids` has only answers' last tokens."""
@@ -251,16 +245,7 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, SplitAnswersMixin,
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Run Trainer's evaluation loop without the metrics of an earlier `predict`."""
         self._metrics["eval"].clear()
-        self._ratios["eval"].clear()
         return super().evaluation_loop(*args, **kwargs)
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Write TRL's log with the metrics that are exact over batches."""
-        mode = "train" if self.model.training else "eval"
-        for name, (numerator, denominator) in sorted(self._ratios[mode].items()):
-            self._metrics[mode][name] = [float(numerator / denominator)]
-        self._ratios[mode].clear()
-        super().log(logs, start_time)
 
 
 def _keep_forward(args: Any) -> None:

@@ -31,7 +31,7 @@ from flashmask_hf.trainers.sft_data import check_columns, check_completions, che
 from flashmask_hf.trainers.sft_images import ImagesMixin, check_image_options, packs_images
 from flashmask_hf.trainers.weighing import WeighingMixin, check_weighing, label_count, without_labels
 
-_COMPUTES = ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics")
+COMPUTES = ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics")
 """Arguments of the trainer that take logits or losses."""
 
 
@@ -48,11 +48,10 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
 
     > Images
 
-    A dataset with a column `images` or `image` is packed into rows of raw examples, with or without images, which
-    workers process as rows are read. Their lengths come from the processor and the headers of images. Images are never
-    cut: a longer example raises. With `skip_prepare_dataset` in `args.dataset_kwargs`, a row is a batch of examples. On
-    several ranks, calls without images run the image tower on a blank image, so that each rank takes part in FSDP's
-    collectives.
+    A dataset with a column `images` or `image` is packed into rows of raw examples, which workers process as rows are
+    read; lengths come from the processor and the headers of images. Images are never cut: a longer example raises. With
+    `skip_prepare_dataset` in `args.dataset_kwargs`, a row is a batch of examples. On several ranks, calls without
+    images run the image tower on a blank image.
 
     > Weights
 
@@ -61,8 +60,8 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
 
     > Attention
 
-    A model loaded by name gets "flashmask", unless `args.model_init_kwargs` names another attention. A model object
-    keeps its own, and logs a warning if it skips no hidden tiles.
+    A model loaded by name gets "flashmask", unless `args.model_init_kwargs` names another. A model object keeps its
+    own, and logs a warning if it skips no hidden tiles.
 
     > Logs
 
@@ -79,25 +78,23 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
         data_collator: None, a `DataCollatorForPackedLanguageModeling`, or, with images, a
             `DataCollatorForPackedVisionLanguageModeling`; any collator if TRL packs.
         max_position_embeddings: number of positions; a longer document raises. None uses the model's number.
-        max_image_tokens: maximum number of image tokens in a row, which limits the image tower's memory. A model's
-            images have the same number of patches per token, for example 4 in Qwen-VL. None is `max_length`.
+        max_image_tokens: maximum number of image tokens per row; None is `max_length`.
         split: cut an example longer than a row into consecutive documents. Needs `truncation_mode` "error" or None.
-        row_length: maximum number of tokens of a row, at least `max_length`; None is `max_length`.
-        share_prefixes: compute tokens that several examples of a row begin with once, as `pack_dataset` does. Loss,
-            gradients and metrics stay the same as unpacked; dropout draws once for a shared token.
-        loss_mean: "token", as in TRL, or "example", by which every conversation counts the same.
+        row_length: maximum number of tokens per row, at least `max_length`; None is `max_length`.
+        share_prefixes: compute common prefixes of a row's examples once, as `pack_dataset` does. Loss, gradients and
+            metrics stay the same as unpacked; dropout draws once per shared token.
+        loss_mean: "token", as in TRL, or "example", by which every example counts the same.
 
     Raises:
         TypeError: `args`, `data_collator` or a tokenized column has the wrong type.
         ValueError: an option is not supported (`max_length=None`, `packing_strategy="wrapped"`, `neftune_noise_alpha`,
-            dispatched batches, sampling by length, prompt learning, activated LoRA, `label_smoothing_factor` with a
-            loss that does not read it); a dataset is empty, has video, audio, or images for a text model, fewer rows
-            than a batch with `dataloader_drop_last`, or text that TRL would not read; an example does not fit a row;
-            with context parallelism, there are images, TRL packs, the attention is not "flashmask", layers are
-            recurrent, or labels are smoothed; or, with `share_prefixes`, there are images, TRL packs, examples are
-            split, or the loss is not TRL's plain one. In the first step: some layers do not receive the mask, or
-            prefixes are shared by recurrent layers, compiled windows or an auxiliary loss of experts. In a worker: a
-            row with images is longer than computed.
+            dispatched batches, sampling by length, prompt learning, activated LoRA, `label_smoothing_factor` that the
+            loss ignores); a dataset is empty, has video, audio, images for a text model, fewer rows than a batch with
+            `dataloader_drop_last`, or text that TRL would not read; an example does not fit a row; `cp_size` meets
+            images, TRL's packing, another attention, recurrent layers or smoothed labels; or `share_prefixes` meets
+            images, TRL's packing, `split` or another loss than TRL's plain one. In the first step: some layers do not
+            receive the mask, or prefixes are shared by recurrent layers, compiled windows or an auxiliary loss of
+            experts. In a worker: a row with images is longer than computed.
 
     Example:
         ```python
@@ -131,42 +128,43 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
         loss_mean: str = "token",
         **kwargs: Any,
     ):
-        args = prepared_arguments(args, model, peft_config, SFTConfig, SFTConfig)
+        computes = {name: kwargs.get(name) for name in COMPUTES}
+        compute_loss_func = computes["compute_loss_func"]
+        args = prepared_arguments(args, model, peft_config, SFTConfig, SFTConfig, compute_loss_func)
         self._sums: Any = 0  # computed tokens, keys, examples' tokens since the last log, int64 [3] after a batch
         self._shares = False  # whether some batch shares prefixes
         self._last_log = time.perf_counter()
         self._logged_tokens = 0
         self._evaluated: list[Tensor] = []  # loss, labels and scored tokens of each batch of an evaluation
-        computes = {name: kwargs.get(name) for name in _COMPUTES}
-        parts = check_context_parallel(args, trl_packs=_trl_packs(args), computes=computes)
+        trl_packs = _trl_packs(args)
+        parts = check_context_parallel(args, trl_packs=trl_packs, computes=computes)
         if args.packing and args.packing_strategy == "wrapped":
             raise ValueError("packing_strategy='wrapped' does not record where documents begin; choose 'bfd'")
-        _refuse_unread_smoothing(args, kwargs.get("compute_loss_func"))
         config = _config(model, args)
         self._packs_images = packs_images(train_dataset, config)
         datasets = text_datasets(train_dataset, eval_dataset, images=self._packs_images)
-        formatting_func, given_collator = kwargs.get("formatting_func"), data_collator
+        self._formatting, given_collator = kwargs.get("formatting_func"), data_collator
         self._reads_weights = share_prefixes or loss_mean == "example"
+        packs_text = _prepares_rows(args) and not (self._packs_images or trl_packs)
         own = {
             "row_length": row_length is not None,
-            "share_prefixes": share_prefixes,
             "loss_mean": loss_mean != "token",
+            "share_prefixes": share_prefixes,
         }
-        if any(own.values()) and (self._packs_images or _trl_packs(args) or not _prepares_rows(args)):
-            name = next(name for name, is_set in own.items() if is_set)
-            way = "leave it, images, TRL's packing or skip_prepare_dataset out"
-            raise ValueError(f"{name} needs rows of text that this trainer packs; {way}")
+        for name, is_set in own.items():
+            if is_set and not packs_text:
+                way = "leave it, images, TRL's packing or skip_prepare_dataset out"
+                raise ValueError(f"{name} needs rows of text that this trainer packs; {way}")
         if self._reads_weights:
-            check_weighing(args, kwargs.get("compute_loss_func"))
+            check_weighing(args, compute_loss_func)
+        if args.max_length is None and not trl_packs:
+            raise ValueError("max_length is None, but packing needs it; set it to the number of tokens per row")
+        if not trl_packs and max_position_embeddings is None:
+            max_position_embeddings = getattr(config.get_text_config(), "max_position_embeddings", None)
         if self._packs_images:
-            check_image_options(args, parts=parts, split=split, formatting_func=formatting_func)
+            check_image_options(args, parts=parts, split=split, formatting_func=self._formatting)
             data_collator = None  # TRL's, for one example
-        if not _trl_packs(args):
-            if args.max_length is None:
-                raise ValueError("max_length is None, but packing needs it; set it to the number of tokens per row")
-            if max_position_embeddings is None:
-                max_position_embeddings = getattr(config.get_text_config(), "max_position_embeddings", None)
-        if not _trl_packs(args) and not self._packs_images:
+        elif not trl_packs:
             collator = checked_collator(
                 data_collator,
                 DataCollatorForPackedLanguageModeling,
@@ -175,24 +173,28 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
                 completion_only_loss=None if _prepares_rows(args) else args.completion_only_loss,  # else packing labels
             )
             data_collator = pad_for_parts(collator, parts)
-        self._packing_options: dict[str, Any] = {"max_position_embeddings": max_position_embeddings, "split": split}
         self.row_length = row_length or args.max_length
-        self._packing_options |= {"row_length": row_length, "share_prefixes": share_prefixes, "loss_mean": loss_mean}
-        self._formatting = formatting_func
+        self._packing_options: dict[str, Any] = {
+            "max_position_embeddings": max_position_embeddings,
+            "split": split,
+            "row_length": row_length,
+            "share_prefixes": share_prefixes,
+            "loss_mean": loss_mean,
+        }
         with flashmask_policy(model, args):
             super().__init__(model, args, data_collator, *datasets, processing_class, peft_config=peft_config, **kwargs)
         trained = self.accelerator.unwrap_model(self.model)
         correct_gathers(trained)
         add_callbacks(self, model)
         self._skips_tiles = trained.config.get_text_config()._attn_implementation == FLASHMASK
-        if not _trl_packs(args):
+        if not trl_packs:
             drop_padding_from_router_logits(trained)
             if self._skips_tiles:
                 check_layers(trained)
         self._start_context_parallel(parts)
         if self._packs_images:
             self._start_images(given_collator, max_position_embeddings, max_image_tokens)
-        check_prepared(self, by_length=_prepares_rows(args) and not _trl_packs(args))
+        check_prepared(self, by_length=_prepares_rows(args) and not trl_packs)
         if self._reads_weights:
             self._start_weighing()
 
@@ -361,14 +363,6 @@ def _trl_packs(args: SFTConfig) -> bool:
 def _prepares_rows(args: Any) -> bool:
     """Return whether the trainer tokenizes and packs datasets."""
     return not (args.dataset_kwargs or {}).get("skip_prepare_dataset")
-
-
-def _refuse_unread_smoothing(args: Any, compute_loss_func: Any) -> None:
-    """Raise a ValueError for label smoothing with a loss that does not read the factor."""
-    loss = "compute_loss_func" if compute_loss_func is not None else f"loss_type={args.loss_type!r}"
-    if args.label_smoothing_factor and loss != "loss_type='nll'":
-        way = "leave it at 0, or use loss_type='nll' without compute_loss_func"
-        raise ValueError(f"label_smoothing_factor={args.label_smoothing_factor} changes nothing with {loss}; {way}")
 
 
 def _config(model: Any, args: SFTConfig) -> Any:

@@ -29,12 +29,7 @@ from flashmask_hf.names import FLASHMASK, PACKED_INDEX, VECTORS
 from flashmask_hf.trainers.callbacks import add_callbacks
 from flashmask_hf.trainers.data_checks import first_rows
 from flashmask_hf.trainers.formats import refuse_other_keys
-from flashmask_hf.trainers.images import (
-    IMAGE_KEYS,
-    SequenceImages,
-    count_padded_rows,
-    prepare_models,
-)
+from flashmask_hf.trainers.images import IMAGE_KEYS, SequenceImages, count_padded_rows, prepare_models
 from flashmask_hf.trainers.loading import flashmask_policy, run_packed_models
 from flashmask_hf.trainers.metrics import log_sharing
 from flashmask_hf.trainers.option_checks import prepared_arguments, refuse_liger_losses
@@ -231,8 +226,7 @@ def pack_completions(
 def group_prompts(batches: list[dict[str, Any]], window: int) -> list[dict[str, Any]]:
     """Undo TRL's shuffle within every `window` micro-batches, whose losses one optimizer step sums.
 
-    If the window is the whole generation batch, the update packs the rows of the old log-probabilities, so the first
-    ratio is exactly 1.
+    Within a whole generation batch, the update packs the rows of the old log-probabilities: first ratios are exactly 1.
 
     Args:
         batches: TRL's micro-batches, with the places of their rows before the shuffle.
@@ -299,10 +293,7 @@ def _refuse_too_few_prompts(trainer: Any) -> None:
 
 
 def _regrouping_window(trainer: Any) -> int:
-    """Return the number of micro-batches within which rows can be regrouped by prompt; warn if groups stay split.
-
-    Within an optimizer step order does not matter, unless the loss normalises each micro-batch.
-    """
+    """Return the number of micro-batches within which rows can be regrouped by prompt; warn if groups stay split."""
     args = trainer.args
     steps, rows = args.steps_per_generation, args.per_device_train_batch_size
     generations = trainer.num_generations

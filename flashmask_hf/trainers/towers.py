@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
-import torch
+from accelerate.utils import recursively_apply
 from torch import Tensor
 
 from flashmask_hf.hf.call import cache_of
@@ -19,9 +18,8 @@ _FEATURES = ("pooler_output", "deepstack_features")
 def run_tower_in_every_call(model: Any, processor: Any) -> None:
     """Make a model run its image tower on a blank image in calls without images, which changes no result.
 
-    Calls that continue from a cache stay as they are. A second call of this function changes nothing.
-
     FSDP and ZeRO gather weights and reduce gradients in collectives, in which a rank without images would be missing.
+    Calls that continue from a cache stay as they are.
 
     Args:
         model: a transformers model with `get_image_features`, or a PEFT model around one, not wrapped for distributed
@@ -42,12 +40,7 @@ def run_tower_in_every_call(model: Any, processor: Any) -> None:
 
 
 class _BlankImage:
-    """Hooks of a model and its decoder, which a copy of the model has of its own.
-
-    Args:
-        core: the model.
-        inputs: arguments of its `get_image_features`.
-    """
+    """Hooks of a model and its decoder; `inputs` are arguments of the model's `get_image_features`."""
 
     def __init__(self, core: Any, inputs: dict[str, Tensor]):
         self._core, self._inputs, self._has_images = core, inputs, True
@@ -66,15 +59,8 @@ class _BlankImage:
         inputs = {name: x.to(embeddings.device) for name, x in self._inputs.items()}
         inputs["pixel_values"] = inputs["pixel_values"].to(embeddings.dtype)
         output = self._core.get_image_features(**inputs)
-        for features in _tensors([output.get(name) for name in _FEATURES]):
-            embeddings = embeddings + 0 * features.flatten()[0].to(embeddings).nan_to_num()
+        features: list[Tensor] = []
+        recursively_apply(features.append, [output.get(name) for name in _FEATURES])
+        for x in features:
+            embeddings = embeddings + 0 * x.flatten()[0].to(embeddings).nan_to_num()
         return args, kwargs | {"inputs_embeds": embeddings}
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested sequences."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)

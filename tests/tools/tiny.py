@@ -96,8 +96,3 @@ def trainer_settings(output_dir: Any) -> dict[str, Any]:
         "disable_tqdm": True,
         CHECKPOINTING: False,
     }
-
-
-def start_training(trainer: Any) -> None:
-    """Run the callbacks of a trainer as its training starts."""
-    trainer.callback_handler.on_train_begin(trainer.args, trainer.state, trainer.control)

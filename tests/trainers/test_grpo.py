@@ -28,7 +28,6 @@ from tools.tiny import (
     TRAINER_WARNINGS,
     VOCAB,
     llama_config,
-    start_training,
     trainer_settings,
     word_tokenizer,
 )
@@ -451,7 +450,6 @@ def test_other_wrong_set_ups_raise(checkpoints, tokenizer, tmp_path, monkeypatch
         with pytest.raises(ValueError, match="use_liger_kernel needs the fused head of trl"):
             make(GRPOConfig(**settings, use_liger_kernel=True))
     trainer = make(GRPOConfig(**settings))
-    start_training(trainer)
     assert "SharedPromptGRPOTrainer: attn_implementation='flashmask'." in capsys.readouterr().out
     ids, mask = torch.full((2, 5), 7), torch.tensor([[1] * 5, [0, 0, 1, 1, 1]])
     with pytest.raises(ValueError, match="prompt 1 of the micro-batch has no tokens"):

@@ -26,8 +26,8 @@ _KEYWORDS = {*_LAYOUT, "tree_max_seqlen_q", "tree_max_seqlen_k"}
 def run_tree_packing(model: Any) -> None:
     """Make a model, with a head and not wrapped for distributed training, take TRL's `tree_*` keywords.
 
-    Its forward raises ValueError for another attention, for other `tree_*` keywords than TRL 1.16 passes, if some
-    layers do not receive the mask, and as `tree_vectors` does.
+    Its forward raises a ValueError for another attention or other keywords than TRL 1.16 passes, and if some layers do
+    not receive the mask.
     """
     check_layers(model)
     backbone = unwrap_peft(model).base_model
@@ -66,8 +66,7 @@ def tree_vectors(position_ids: Tensor | None, kv_index: Tensor, cu_seqlens_q: Te
     """Return the mask indices of a packed trie, without synchronising the host.
 
     Rows cu_seqlens_q[s] .. cu_seqlens_q[s + 1] - 1 are segment s. They see the path kv_index[cu_seqlens_k[s]] ..
-    kv_index[cu_seqlens_k[s + 1] - 1], which ends with the segment itself, causally. A key is hidden from the end of the
-    last segment that sees it.
+    kv_index[cu_seqlens_k[s + 1] - 1], which ends with the segment itself, causally.
 
     Args:
         position_ids: int64 [1, N], the depth of each row in the trie.
