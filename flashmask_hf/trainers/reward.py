@@ -221,7 +221,7 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, SplitAnswersMixin,
         counts, computed, unshared, accuracy, margin, least, most, total = rows.cpu().double().unbind(1)
         if mode == "train":  # the ranks of a group of tensor or context parallelism have the same batch
             self._total_train_tokens += int(unshared.sum()) // self._tp_size // self._cp_size
-        tokens *= 1  # a log clears the metrics
+        tokens *= bool(metrics["margin"])  # a log clears the metrics
         tokens += computed.sum().item(), unshared.sum().item()
         metrics["shared_tokens_saved"] = [float(1 - tokens[0] / tokens[1])]
         metrics["num_tokens"] = [self._total_train_tokens]
