@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -57,23 +57,21 @@ def _undecoded(dataset: Dataset, columns: list[str]) -> Iterator[dict[str, Any]]
         yield from (row for table in tables for row in table.to_pylist())
 
 
-def text_datasets(train_dataset: Any, eval_dataset: Any, **options: Any) -> tuple[Any, Any]:
-    """Return a trainer's datasets, each `without_media`, with its options."""
+def each_dataset(change: Callable[[Any, str], Any], train_dataset: Any, eval_dataset: Any) -> tuple[Any, Any]:
+    """Return a trainer's datasets, each as `change` returns it, given the dataset and its name. None stays."""
     pairs = _named(train_dataset, eval_dataset)
-    train, *evaluated = (without_media(dataset, name, **options) for name, dataset in pairs)
+    train, *evaluated = (None if dataset is None else change(dataset, name) for name, dataset in pairs)
     return train, dict(zip(eval_dataset, evaluated, strict=True)) if isinstance(eval_dataset, dict) else evaluated[0]
 
 
 def without_media(
     dataset: Any, name: str, *, images: bool = False, way: str = "remove the column, or use TRL's trainer"
 ) -> Any:
-    """Return a dataset, if any, without its columns of images, video and audio, which must be empty.
+    """Return a dataset without its columns of images, video and audio, which must be empty.
 
     A stream's rows are checked when read, messages in the first row only. A ValueError names a row with media, and the
     way out; `images` may stay.
     """
-    if dataset is None:
-        return None
     first = first_row(dataset, f"the {name} dataset")
     media = _MEDIA[len(IMAGES) :] if images else _MEDIA
     packs = "text and images" if images else "text"

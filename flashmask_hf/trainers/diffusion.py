@@ -17,7 +17,7 @@ from flashmask_hf.hf.rewrites import require_flashmask
 from flashmask_hf.names import DIFFUSION_LABELS, DIFFUSION_WEIGHTS, VECTORS
 from flashmask_hf.trainers.context_parallel import context_parallel_size
 from flashmask_hf.trainers.sft import PackedSFTTrainer
-from flashmask_hf.trainers.weighing import label_count, require_fused_head
+from flashmask_hf.trainers.weighing import label_count, require_fused_head, with_changed_outputs
 
 
 class PackedDiffusionTrainer(PackedSFTTrainer):
@@ -109,18 +109,15 @@ class PackedDiffusionTrainer(PackedSFTTrainer):
         targets, weights, labels = (inputs[name] for name in names)
         inputs = {name: x for name, x in inputs.items() if name not in names} | {"shift_labels": targets}
 
-        def weigh(**kwargs: Any) -> Any:
-            outputs = model(**kwargs)
-            if not kwargs.get("fused_lm_head"):  # logits, for `predict`
-                return outputs
+        def weigh(outputs: Any) -> None:
             scale = weights.to(outputs.log_probs.device)
             if num_items_in_batch is None:  # TRL divides by the number of noised tokens
                 noised, count = (label_count({"shift_labels": x}).clamp(min=1) for x in (targets, labels))
                 scale = scale * (noised / count)
             outputs.log_probs = outputs.log_probs * scale
-            return outputs
 
-        return SFTTrainer.compute_loss(self, weigh, inputs, return_outputs, num_items_in_batch)
+        model = with_changed_outputs(model, weigh)
+        return SFTTrainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
 
 
 def _refuse_options(args: Any) -> None:

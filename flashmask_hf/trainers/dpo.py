@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -123,7 +124,8 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, PairWeightsMixin, 
         reads_images = not isinstance(processing_class, PreTrainedTokenizerBase)
         images = reads_images and train_dataset is not None and data_checks.has_images(train_dataset)
         way = "pass a processor as processing_class, or remove the column"
-        datasets = data_checks.text_datasets(train_dataset, eval_dataset, images=images, way=way)
+        as_text = functools.partial(data_checks.without_media, images=images, way=way)
+        datasets = data_checks.each_dataset(as_text, train_dataset, eval_dataset)
         if args.label_smoothing and not set(args.loss_type) & set(_SMOOTHED_LOSSES):
             raise ValueError(
                 f"label_smoothing={args.label_smoothing} changes nothing with loss_type={args.loss_type}; leave it at "

@@ -6,6 +6,7 @@ the model's output `log_sum_sq_probs` takes the weights in.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from flashmask_hf.collators.columns import all_have
 from flashmask_hf.collators.labels import WEIGHT
 from flashmask_hf.names import PAIR_WEIGHTS
-from flashmask_hf.trainers.weighing import require_fused_head
+from flashmask_hf.trainers.weighing import require_fused_head, with_changed_outputs
 
 _UNWEIGHED = ("aot", "aot_unpaired", "sft")
 """Loss types that are no mean of losses of pairs."""
@@ -49,10 +50,10 @@ class PairWeightsMixin:
         if model.training:
             mean = weights.sum() if self._mean_weight is None else self._mean_weight
             weights = weights * len(weights) / mean.where(mean > 0, 1.0)
-        wrapped = _WeighedPairs(model, weights, has_weights=self.use_weighting)
+        weigh = functools.partial(_weigh, weights=weights, has_weights=self.use_weighting)
         stock, self.use_weighting = self.use_weighting, True
         try:
-            return super()._compute_loss(wrapped, inputs, return_outputs)
+            return super()._compute_loss(with_changed_outputs(model, weigh), inputs, return_outputs)
         finally:
             self.use_weighting = stock
 
@@ -82,17 +83,8 @@ class PairWeightsMixin:
         return output
 
 
-class _WeighedPairs:
-    """Model whose WPO weights are the weights of pairs, or the product of both if it `has_weights` of its own."""
-
-    def __init__(self, model: Any, weights: Tensor, *, has_weights: bool):
-        self._model, self._weights, self._has_weights = model, weights, has_weights
-
-    def __call__(self, **inputs: Any) -> Any:
-        output = self._model(**inputs)
-        if not inputs.get("fused_lm_head"):  # logits, for metrics
-            return output
-        stock = output.log_sum_sq_probs if self._has_weights else output.log_probs.detach()
-        halves = self._weights.to(stock.device).log().clamp(min=-200.0) / 2  # of 0: exp(-200) is 0 in float32
-        output.log_sum_sq_probs = stock - torch.cat([halves, halves])[:, None]
-        return output
+def _weigh(output: Any, weights: Tensor, has_weights: bool) -> None:
+    """Make WPO's weights the weights of pairs, or the product of both if the loss `has_weights` of its own."""
+    stock = output.log_sum_sq_probs if has_weights else output.log_probs.detach()
+    halves = weights.to(stock.device).log().clamp(min=-200.0) / 2  # of 0: exp(-200) is 0 in float32
+    output.log_sum_sq_probs = stock - torch.cat([halves, halves])[:, None]

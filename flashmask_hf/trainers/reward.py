@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -21,7 +22,13 @@ from flashmask_hf.hf.packed.rows import check_compiled
 from flashmask_hf.names import PACKED_IDS, PACKED_INDEX, VECTORS
 from flashmask_hf.trainers.callbacks import add_callbacks
 from flashmask_hf.trainers.context_parallel import context_parallel_size, pad_for_parts
-from flashmask_hf.trainers.data_checks import check_examples, check_prepared, map_style_datasets, text_datasets
+from flashmask_hf.trainers.data_checks import (
+    check_examples,
+    check_prepared,
+    each_dataset,
+    map_style_datasets,
+    without_media,
+)
 from flashmask_hf.trainers.even_batches import EvenBatchesMixin
 from flashmask_hf.trainers.loading import flashmask_policy, run_packed_models
 from flashmask_hf.trainers.metrics import log_sparsity
@@ -130,7 +137,8 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, SplitAnswersMixin,
         args = prepared_arguments(args, model, peft_config, RewardConfig, MultiAnswerRewardConfig)
         if isinstance(processing_class, ProcessorMixin):
             raise ValueError(f"processing_class must be a tokenizer, {_NO_IMAGES}; pass processing_class.tokenizer")
-        datasets = text_datasets(train_dataset, eval_dataset, way=f"remove the column, {_NO_IMAGES}")
+        as_text = functools.partial(without_media, way=f"remove the column, {_NO_IMAGES}")
+        datasets = each_dataset(as_text, train_dataset, eval_dataset)
         if getattr(peft_config, "task_type", None) == "CAUSAL_LM":
             raise ValueError("peft_config: task_type='CAUSAL_LM' does not save a reward model's head; use 'SEQ_CLS'")
         if args.include_num_input_tokens_seen != "no" or "inputs" in args.include_for_metrics:

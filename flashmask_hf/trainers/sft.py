@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import time
 from typing import Any
 
@@ -21,7 +22,7 @@ from flashmask_hf.hf.packed.rows import check_compiled, check_layers, drop_paddi
 from flashmask_hf.names import EXAMPLE_TOKENS, FLASHMASK, LABEL_WEIGHTS, VECTORS
 from flashmask_hf.trainers.callbacks import add_callbacks
 from flashmask_hf.trainers.context_parallel import ContextParallelMixin, check_context_parallel, pad_for_parts
-from flashmask_hf.trainers.data_checks import check_prepared, text_datasets, without_media
+from flashmask_hf.trainers.data_checks import check_prepared, each_dataset, without_media
 from flashmask_hf.trainers.even_batches import EvenBatchesMixin
 from flashmask_hf.trainers.loading import correct_gathers, flashmask_policy
 from flashmask_hf.trainers.metrics import log_sparsity
@@ -142,7 +143,8 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
             raise ValueError("packing_strategy='wrapped' does not record where documents begin; choose 'bfd'")
         config = _config(model, args)
         self._packs_images = packs_images(train_dataset, config)
-        datasets = text_datasets(train_dataset, eval_dataset, images=self._packs_images)
+        as_text = functools.partial(without_media, images=self._packs_images)
+        datasets = each_dataset(as_text, train_dataset, eval_dataset)
         self._formatting, given_collator = kwargs.get("formatting_func"), data_collator
         self._reads_weights = share_prefixes or loss_mean == "example"
         packs_text = _prepares_rows(args) and not (self._packs_images or trl_packs)

@@ -12,7 +12,7 @@ from flashmask_hf.collators.dataset import first_row, unformatted, warn_of_weigh
 from flashmask_hf.collators.rope_index import rope_index_of
 from flashmask_hf.collators.vision import DataCollatorForPackedVisionLanguageModeling
 from flashmask_hf.hf.models import unwrap_peft
-from flashmask_hf.trainers.data_checks import IMAGES, has_images, without_media
+from flashmask_hf.trainers.data_checks import IMAGES, each_dataset, has_images, without_media
 from flashmask_hf.trainers.image_rows import EXAMPLES, RowCollator, pack_examples
 from flashmask_hf.trainers.option_checks import checked_collator
 from flashmask_hf.trainers.sft_data import check_columns, packing_report
@@ -92,12 +92,8 @@ class ImagesMixin:
             return  # a row is a batch
         self.data_collator = RowCollator(collator, self.args.max_length)
         self._packed_by = {"max_length": self.args.max_length, "max_image_tokens": max_image_tokens}
-        self.train_dataset = self._pack_examples(self.train_dataset, "train")
-        if isinstance(self.eval_dataset, dict):
-            packed = {name: self._pack_examples(dataset, name) for name, dataset in self.eval_dataset.items()}
-            self.eval_dataset = packed
-        elif self.eval_dataset is not None:
-            self.eval_dataset = self._pack_examples(self.eval_dataset, "eval")
+        packed = each_dataset(self._pack_examples, self.train_dataset, self.eval_dataset)
+        self.train_dataset, self.eval_dataset = packed
 
     def _pack_examples(self, dataset: Any, name: str) -> Any:
         """Return packed rows of a dataset of raw examples."""

@@ -6,7 +6,8 @@ are weighed before TRL sums them into loss and metrics.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -41,6 +42,18 @@ def require_fused_head(option: str, way: str = "") -> None:
     """Raise a ValueError for an option that needs values per token of a model, which TRL has from 1.15 on."""
     if compare_versions("trl", "<", "1.15"):
         raise ValueError(f"{option} needs the fused head of trl>=1.15; install it{way and ', or ' + way}")
+
+
+def with_changed_outputs(model: Any, change: Callable[[Any], None]) -> Callable[..., Any]:
+    """Return a model whose outputs of TRL's fused head, per token, are changed in place."""
+
+    def call(**inputs: Any) -> Any:
+        output = model(**inputs)
+        if inputs.get("fused_lm_head"):  # else logits, for metrics
+            change(output)
+        return output
+
+    return call
 
 
 def check_weighing(args: Any, compute_loss_func: Any) -> None:
@@ -85,29 +98,21 @@ class WeighingMixin:
         if not self._weighs and any(name in inputs for name in names):
             self._start_weighing()
         if self._weighs:
-            model = _WeighedModel(model, _shifted_weights(inputs), num_items_in_batch)
+            weigh = functools.partial(_weigh, weights=_shifted_weights(inputs), divisor=num_items_in_batch)
+            model = with_changed_outputs(model, weigh)
             inputs = {name: x for name, x in inputs.items() if name not in names}
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
 
-class _WeighedModel:
-    """Model with TRL's fused head whose outputs per token are multiplied by weights, float32.
+def _weigh(output: Any, weights: Tensor, divisor: Any) -> None:
+    """Multiply outputs per token by weights, float32, and the loss by what TRL's divisor is short of 1.
 
-    `divisor` is TRL's divisor of the loss, None for the sum of the absolute weights. TRL makes it at least 1.
+    None divides by the sum of the absolute weights.
     """
-
-    def __init__(self, model: Any, weights: Tensor, divisor: Any):
-        self._model, self._weights, self._divisor = model, weights, divisor
-
-    def __call__(self, **inputs: Any) -> Any:
-        output = self._model(**inputs)
-        if not inputs.get("fused_lm_head"):  # logits, for metrics
-            return output
-        weights = self._weights.to(output.log_probs.device)
-        sizes = weights.abs()
-        divisor = torch.as_tensor(sizes.sum() if self._divisor is None else self._divisor, device=weights.device)
-        output.log_probs = output.log_probs * (weights / divisor.where(divisor > 0, 1.0).clamp(max=1.0))
-        for name in ("label_mask", "entropy", "is_top1"):
-            setattr(output, name, getattr(output, name) * sizes)
-        output.loss = None  # has no weights
-        return output
+    weights = weights.to(output.log_probs.device)
+    sizes = weights.abs()
+    divisor = torch.as_tensor(sizes.sum() if divisor is None else divisor, device=weights.device)
+    output.log_probs = output.log_probs * (weights / divisor.where(divisor > 0, 1.0).clamp(max=1.0))
+    for name in ("label_mask", "entropy", "is_top1"):
+        setattr(output, name, getattr(output, name) * sizes)
+    output.loss = None  # has no weights
