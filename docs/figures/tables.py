@@ -526,8 +526,10 @@ def profile() -> str:
 
 
 def long_rows(name: str) -> str:
-    """What fits by a file of results: model, what is trained, tokens per row, speed and memory."""
-    rows = [row for row in read(name) if row["peak_gib"]]
+    """What fits by a file of results: model, what is trained, tokens per row, speed and memory; nothing without it."""
+    rows = [row for row in read_all(name) if row["peak_gib"]]
+    if not rows:
+        return ""
     columns: Columns = {
         "shape of Llama": _model,
         "tokens per row": "{tokens:,.0f}",
@@ -542,8 +544,11 @@ def long_rows(name: str) -> str:
     return table(rows, [[row] for row in rows], columns, command, f"{shape}float32, random weights")
 
 
-def parallel() -> str:
-    """Rows split over two GPUs: tokens per second by exchange, its share of a step, and memory."""
+def parallel(name: str, units: str, shape: str, flags: str = "") -> str:
+    """Rows split over two GPUs by a file: tokens per second by exchange, its share of a step, and memory, if any."""
+    rows = read_all(name)
+    if not rows:
+        return ""
 
     def shares(rows: list[Row]) -> str:
         found = [cell("{exchange_share:.1%}", provider=name)(rows) for name in ("heads", "keys")]
@@ -551,16 +556,17 @@ def parallel() -> str:
 
     columns: Columns = {
         "shape of Llama": lambda rows: size_of(rows[0]),
-        "tokens per row": "{tokens:,.0f}",
-        "documents": "{documents}",
+        f"tokens per {units.removesuffix('s') if flags else 'row'}": "{tokens:,.0f}",
+        units: "{documents}",
     }
-    rate = partial(cell, f"{{{RATE}:,.0f}}")
-    columns |= {f"{name_of(x)}, tokens/s": rate(provider=x) for x in ("heads", "keys", "whole", "sdpa_cp")}
+    rate, ran = partial(cell, f"{{{RATE}:,.0f}}"), {row["provider"] for row in rows}
+    ways = [way for way in ("heads", "heads_2", "keys", "whole", "sdpa_cp") if way in ran]
+    columns |= {f"{name_of(way)}, tokens/s": rate(provider=way) for way in ways}
     columns["share of the exchange in a step, heads and keys"] = shares
     columns["peak of a GPU"] = cell("{peak_gib:.0f} GiB", provider="heads")
-    command = "benchmarks/parallel.py --shape SHAPE --tokens TOKENS --documents DOCUMENTS"
-    shape = "forward and backward of all weights, FSDP2, gradient checkpointing"
-    return table(read("parallel_h200"), ["shape", "tokens", "documents"], columns, command, shape)
+    command = f"benchmarks/parallel.py{flags} --shape SHAPE --tokens TOKENS --documents DOCUMENTS"
+    conditions = f"forward and backward of {shape}, FSDP2, gradient checkpointing"
+    return table(rows, ["shape", "tokens", "documents"], columns, command, conditions)
 
 
 CURVES = {"flashmask_again": "again", "flashmask_unskipped": "no tile skipped", "sdpa": "SDPA, dense", "trl": "TRL"}
@@ -671,13 +677,18 @@ LONG = "65,536 tokens in all, or one row, medians of 5 turns, or 3 with 131,072"
 TURNS, GROUPED = "medians of 5 turns, or 3 with 131,072", ("8192", "32768", "131072")
 PLAIN = (peers, peers_widths, deterministic, ragged, sparse, dropout, drafts, decoding, short, masks_made,
          fast_settings, settings, alignment, preference, trajectories, row_lengths, images, embeddings, profile,
-         parallel, convergence, packing, sharing, first_step, sparse_training, gallery, long_length,
+         convergence, packing, sharing, first_step, sparse_training, gallery, long_length,
          diffusion, versions)  # fmt: skip
 TEXTS: dict[str, Callable[[], str]] = {function.__name__.replace("_", "-"): function for function in PLAIN} | {
     "peers-long": partial(peers_shapes, "attention_peers_h200", ("32768", "131072"), LONG, ""),
     "peers-grouped": partial(peers_shapes, "attention_peers_gqa_h100", GROUPED, TURNS, " --tokens TOKENS --group 4"),
     "long-rows": partial(long_rows, "long_rows_h200"),
     "long-rows-h100": partial(long_rows, "long_rows_h100"),
+    "long-rows-two": partial(long_rows, "long_rows_two_h200"),
+    "parallel": partial(parallel, "parallel_h200", "documents", "all weights"),
+    "parallel-dpo": partial(
+        parallel, "parallel_dpo_h200", "questions", "adapters of rank 16 and forward of the reference", " --task dpo"
+    ),
     "dpo-gain": partial(headline, "DPO"),
     "reward-gain": partial(headline, "reward model"),
     "grpo-gain": partial(headline, "GRPO"),

@@ -5,6 +5,7 @@ The mask is built for the whole row. Then ranks exchange heads for rows, or gath
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -61,31 +62,39 @@ def attend_in_parts(
     refuse_rope_by_length(getattr(module, "config", None))
     _check_positions(kwargs.get("position_ids"), split)
     kwargs = kwargs | {"position_ids": split.position_ids}
-    heads, kv_heads = query.shape[1], key.shape[1]
-    sinks = kwargs.get("s_aux")
-    by_heads = exchange_of(heads, kv_heads, split.group.size, split.exchange) == "heads"
-    if by_heads:
-        key, value = spread_kv_heads(key, split), spread_kv_heads(value, split)
-        query, key, value = (rows_to_heads(x, split) for x in (query, key, value))
-        if kwargs[VECTORS].shape[1] > 1:
-            raise NotImplementedError(
-                f"{VECTORS} per head are not implemented for ranks that exchange heads; pass exchange='keys' to "
-                "sequence_parallel"
-            )
-        mask = late_mask(module, query, key, None, kwargs)
-        sinks = None if sinks is None else own_heads(sinks, split)
-    else:
+    heads, sinks = query.shape[1], kwargs.get("s_aux")
+    settings: dict[str, Any] = {"scale": scaling, "softcap": kwargs.get("softcap"), "sinks": sinks}
+    shared_seed: Any = all_gather(draw_seed(query), split.group)[0] if dropout else None
+
+    def draw(head: int, blocks: Tensor) -> None:
+        """Set the dropout of some of this rank's heads, from `head` on."""
+        settings["dropout"] = dropout
+        settings["dropout_seed"] = shard_seed(shared_seed, _first_head(module, heads) + head, blocks)
+
+    if exchange_of(heads, key.shape[1], split.group.size, split.exchange) == "keys":
         key, value = gather_keys(key, split), gather_keys(value, split)
         whole_query = query[:, :, :1].expand(-1, -1, split.length, -1)  # only its shape [.., S, D] is read
         mask = _own_rows(late_mask(module, whole_query, key, None, kwargs), split, keys_in_order=dropout > 0)
-    settings: dict[str, Any] = {"scale": scaling, "softcap": kwargs.get("softcap"), "sinks": sinks}
-    if dropout:
-        seed = all_gather(draw_seed(query), split.group)[0]  # one for all ranks
-        first_head = _first_head(module, heads) + (split.group.rank * query.shape[1] if by_heads else 0)
-        blocks = _all_blocks(query) if by_heads else _own_blocks(split)
-        settings |= {"dropout": dropout, "dropout_seed": shard_seed(seed, first_head, blocks)}
-    out = mask.attend(query, key, value, **settings)
-    return (heads_to_rows(out, split) if by_heads else out).transpose(1, 2)
+        if dropout:
+            draw(0, _own_blocks(split))
+        return mask.attend(query, key, value, **settings).transpose(1, 2)
+    if kwargs[VECTORS].shape[1] > 1:
+        raise NotImplementedError(
+            f"{VECTORS} per head are not implemented for ranks that exchange heads; pass exchange='keys' to "
+            "sequence_parallel"
+        )
+    tensors = query, spread_kv_heads(key, split), spread_kv_heads(value, split)
+    chunks = math.gcd(split.head_chunks, tensors[1].shape[1] // split.group.size)
+    own_sinks = None if sinks is None else own_heads(sinks, split).chunk(chunks)
+    outs = []
+    for number, waits in enumerate(rows_to_heads(tensors, split, chunks)):
+        query, key, value = (wait() for wait in waits)
+        mask = late_mask(module, query, key, None, kwargs)
+        settings["sinks"] = None if own_sinks is None else own_sinks[number]
+        if dropout:
+            draw((split.group.rank * chunks + number) * query.shape[1], _all_blocks(query))
+        outs.append(heads_to_rows(mask.attend(query, key, value, **settings), split))
+    return torch.cat([wait() for wait in outs], 3).flatten(2, 3)
 
 
 def seed_of_heads(module: nn.Module, query: Tensor) -> Tensor | None:

@@ -7,6 +7,7 @@ compilers know, named as in torch 2.11 to 2.13.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -32,9 +33,14 @@ def group_of(group: ProcessGroup) -> Group:
     return Group(group.group_name, group.size(), group.rank())
 
 
-def all_to_all(x: Tensor, group: Group) -> Tensor:
-    """Send x[i] of x [N, ...] to rank i, and return what the ranks sent, [N, ...] in the order of ranks."""
-    return _AllToAll.apply(x, group.name, group.size)  # pyright: ignore[reportReturnType]
+def all_to_all(x: Tensor, group: Group) -> Callable[[], Tensor]:
+    """Start to send x[i] of x [N, ...] to rank i.
+
+    Returns a function that waits for what the ranks sent, [N, ...] in the order of ranks. In the backward, gradients
+    travel between the two as well: what the engine runs meanwhile overlaps with it.
+    """
+    pending: Any = _Start.apply(x, group.name, group.size)
+    return lambda: _Finish.apply(pending, group.name, group.size)  # pyright: ignore[reportReturnType]
 
 
 def all_gather(x: Tensor, group: Group) -> Tensor:
@@ -47,21 +53,31 @@ def all_sum(x: Tensor, group: Group) -> Tensor:
     return _AllSum.apply(x, group.name)  # pyright: ignore[reportReturnType]
 
 
-def _swap_parts(x: Tensor, name: str, size: int) -> Tensor:
-    """Run `all_to_all` without autograd; it is its own backward."""
+def _start(x: Tensor, name: str, size: int) -> Tensor:
+    """Return the result of an all-to-all, which only `wait_tensor` may read."""
     parts = [1] * size
-    return _operators.wait_tensor(_operators.all_to_all_single(x.contiguous(), parts, parts, name))
+    return _operators.all_to_all_single(x.contiguous(), parts, parts, name)
 
 
-class _AllToAll(torch.autograd.Function):
+class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str, size: int) -> Tensor:
-        ctx.group = name, size
-        return _swap_parts(x, name, size)
+        return _start(x, name, size)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _swap_parts(grad, *ctx.group), None, None
+        return _operators.wait_tensor(grad), None, None
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, pending: Tensor, name: str, size: int) -> Tensor:
+        ctx.group = name, size
+        return _operators.wait_tensor(pending)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _start(grad, *ctx.group), None, None
 
 
 class _AllGather(torch.autograd.Function):

@@ -3,11 +3,14 @@
     torchrun --nproc-per-node 2 recipes/benchmarks/parallel.py --csv parallel.csv
     torchrun --nproc-per-node 2 recipes/benchmarks/parallel.py --shape llama-3.1-8b --tokens 131072 262144
     torchrun --nproc-per-node 2 recipes/benchmarks/parallel.py --device cpu --shape tiny --tokens 512
+    accelerate launch --config_file recipes/configs/accelerate_fsdp2_cp.yaml recipes/benchmarks/parallel.py --task dpo
 
-A model with random weights in bfloat16, sharded by FSDP2, with gradient checkpointing and TRL's head, runs forward and
-backward of a row. Losses and gradients of a short row must agree first.
+`sft`: a model with random weights in bfloat16, sharded by FSDP2, with gradient checkpointing and TRL's head, runs
+forward and backward of a row. `dpo`: `SharedQuestionDPOTrainer` with adapters of rank 16 runs them, and the reference,
+on rows of one question of `--tokens` tokens and two answers of 1,024. Losses and gradients of a short row must agree
+first. Providers run in turns; past `--deadline` no turn begins.
 
-* `heads`, `keys`: packed documents, with the exchange of that name.
+* `heads`, `keys`: packed documents, with the exchange of that name; `heads_2`: heads in two chunks (`head_chunks`).
 * `whole`: every GPU computes a whole row of its own.
 * `sdpa_cp`: torch's context parallelism on "sdpa", causal attention of one document (`--documents 1`).
 """
@@ -16,7 +19,9 @@ backward of a row. Losses and gradients of a short row must agree first.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import functools
 import os
 import statistics
 import time
@@ -25,19 +30,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import GIB, Results, flags, free_memory, parsed, random_lengths, synchronize
-from shapes import SHAPES, build_model, packed_row
+from datasets import Dataset
+from harness import GIB, Results, flags, parsed, random_lengths, synchronize, time_left
+from peft import LoraConfig
+from shapes import SHAPES, arguments_of, build_model, packed_row, tokenizer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from flashmask_hf import FlashMask
 from flashmask_hf.names import VECTORS
-from flashmask_hf.parallel import contiguous_rows, deal_rows, sequence_parallel
+from flashmask_hf.parallel import contiguous_rows, deal_rows
 from flashmask_hf.parallel.exchange import exchange_of, gather_keys, heads_to_rows, rows_to_heads, spread_kv_heads
+from flashmask_hf.parallel.split import RowSplit, make_split, run_split
+from flashmask_hf.trainers import SharedQuestionDPOConfig, SharedQuestionDPOTrainer
 
-PROVIDERS = ("heads", "keys", "whole", "sdpa_cp")
+CHUNKS = {"heads": 1, "heads_2": 2}
+PROVIDERS = (*CHUNKS, "keys", "whole", "sdpa_cp")
 CHECKED = 2048  # tokens of the row on which the providers are compared
+ANSWER = 1024  # tokens of an answer of DPO, but for the compared row
 
 
 class Bench:
@@ -59,22 +70,24 @@ class Bench:
         lengths = random_lengths(tokens, documents, generator)
         return packed_row(lengths, self.config.vocab_size, str(self.device), generator)
 
-    def split(self, provider: str, row: dict[str, Tensor]) -> Any:
-        """Return the context in which a row is split over the processes."""
-        exchange: Any = provider
-        mask = FlashMask(row[VECTORS], causal=True)
+    def split(self, provider: str, vectors: Tensor, position_ids: Tensor) -> RowSplit:
+        """Split a row over the processes."""
+        exchange, mask = "heads" if provider in CHUNKS else "keys", FlashMask(vectors, causal=True)
         rows = deal_rows(mask, self.size)
-        if provider == "heads":
+        if provider in CHUNKS:
             rows = contiguous_rows(mask.kv_len, self.size, mask.device)
-        return sequence_parallel(self.group, rows, row["position_ids"], exchange=exchange)
+        return make_split(self.group, rows, position_ids, exchange, CHUNKS.get(provider, 1))
 
     def runs(self, provider: str) -> bool:
-        """Return whether the model's heads divide among the processes, where they must."""
+        """Return whether heads divide among the processes, and torch splits the row, where they must."""
+        if provider == "sdpa_cp" and self.device.type == "cpu":
+            print("sdpa_cp is left out: torch splits no rows on a CPU")
+            return False
         heads = self.config.num_attention_heads, self.config.num_key_value_heads
         try:
-            return provider != "heads" or bool(exchange_of(*heads, self.size, "heads"))
+            return provider not in CHUNKS or bool(exchange_of(*heads, self.size, "heads"))
         except ValueError as error:
-            print(f"heads is left out: {error}")
+            print(f"{provider} is left out: {error}")
             return False
 
     def step(self, provider: str, row: dict[str, Tensor]) -> float:
@@ -95,10 +108,9 @@ class Bench:
             dims = [1] * len(buffers)
             scope = context_parallel(self.mesh, buffers=buffers, buffer_seq_dims=dims, no_restore_buffers=set(buffers))
         else:
-            scope = self.split(provider, row)
-        with scope as split:
-            if split is not None:
-                part = split.shard(row)
+            split = self.split(provider, row[VECTORS], row["position_ids"])
+            part, scope = split.shard(row), run_split(split)
+        with scope:
             loss = self.model(**part, fused_lm_head=True, num_items_in_batch=count).loss
             (loss * factor).backward()  # FSDP averages gradients over the processes
         total = loss.detach().clone()
@@ -110,7 +122,6 @@ class Bench:
         """Exit unless losses and norms of gradients of a short row agree with `whole`."""
         row, found = self.row(CHECKED, 7), {}
         for provider in ("whole", *(name for name in providers if name not in ("whole", "sdpa_cp"))):
-            self.model.set_attn_implementation("flashmask")
             loss = self.step(provider, row)
             norm: Any = nn.utils.get_total_norm([x.grad for x in self.model.parameters() if x.grad is not None])
             self.model.zero_grad(set_to_none=True)
@@ -124,71 +135,137 @@ class Bench:
     def exchange_seconds(self, provider: str, row: dict[str, Tensor]) -> float:
         """Return the seconds of all layers' exchanges in a step, with the recomputed forwards."""
         config, dtype = self.config, torch.bfloat16 if self.device.type == "cuda" else torch.float32
-        tokens = row["input_ids"].shape[1] // self.size
+        tokens = row[VECTORS].shape[2] // self.size
 
         def parts(heads: int) -> Tensor:  # as layers make them, [B, S / N, H, D] in memory
             made = torch.randn(1, tokens, heads, config.head_dim, device=self.device, dtype=dtype)
             return made.transpose(1, 2).requires_grad_()
 
         query, key, value = (parts(n) for n in (config.num_attention_heads, *[config.num_key_value_heads] * 2))
-        with self.split(provider, row) as split:
+        positions = torch.arange(tokens * self.size, device=self.device)[None]
+        split = self.split(provider, row[VECTORS], positions)
 
-            def forward() -> list[Tensor]:
-                if provider != "heads":
-                    return [gather_keys(x, split) for x in (key, value)]
-                spread = (query, spread_kv_heads(key, split), spread_kv_heads(value, split))
-                whole = [rows_to_heads(x, split) for x in spread]
-                return [*whole[1:], heads_to_rows(whole[0], split)]
+        def forward() -> list[Tensor]:
+            if provider == "keys":
+                return [gather_keys(x, split) for x in (key, value)]
+            spread = (query, spread_kv_heads(key, split), spread_kv_heads(value, split))
+            whole = [wait() for wait in rows_to_heads(spread, split, 1)[0]]
+            return [*whole[1:], heads_to_rows(whole[0], split)()]
 
-            def both() -> None:
-                results = forward()
-                torch.autograd.backward(results, [x.detach() for x in results])
+        def both() -> None:
+            results = forward()
+            torch.autograd.backward(results, [x.detach() for x in results])
 
-            seconds = self.seconds_of(both, 5) + self.seconds_of(torch.no_grad()(forward), 5)
-        return seconds * config.num_hidden_layers
+        def seconds_of(call: Callable[[], object]) -> float:
+            return statistics.median([self.seconds_of(call) for _ in range(6)][1:])  # the first warms up
 
-    def seconds_of(self, call: Callable[[], object], repeats: int) -> float:
-        """Return the slowest process' median seconds of a call that all make."""
-        times = []
-        for turn in range(repeats + 1):
-            dist.barrier()
-            synchronize()
-            start = time.perf_counter()
-            call()
-            synchronize()
-            if turn:  # the first warms up
-                times.append(time.perf_counter() - start)
-        found = torch.tensor(statistics.median(times), device=self.device)
+        return (seconds_of(both) + seconds_of(torch.no_grad()(forward))) * config.num_hidden_layers
+
+    def seconds_of(self, call: Callable[[], object]) -> float:
+        """Return the slowest process' seconds of a call that all make."""
+        dist.barrier()
+        synchronize()
+        start = time.perf_counter()
+        call()
+        synchronize()
+        return self.largest(time.perf_counter() - start)
+
+    def largest(self, figure: float) -> float:
+        """Return the largest figure of all processes."""
+        found = torch.tensor(figure, device=self.device)
         dist.all_reduce(found, dist.ReduceOp.MAX)
         return float(found)
 
-    def measure(self, provider: str, row: dict[str, Tensor], repeats: int) -> dict[str, object]:
-        """Time the steps of a provider."""
-        tokens, ours = row["input_ids"].shape[1], provider not in ("whole", "sdpa_cp")
-        self.model.set_attn_implementation("sdpa" if provider == "sdpa_cp" else "flashmask")
-        free_memory()
+    def timed(self, provider: str, row: dict[str, Tensor]) -> tuple[float, float, float]:
+        """Return loss, seconds and peak GiB of a step."""
         losses: list[float] = []
-
-        def step() -> None:
-            losses.append(self.step(provider, row))
-            self.model.zero_grad(set_to_none=True)
-
+        self.model.set_attn_implementation("sdpa" if provider == "sdpa_cp" else "flashmask")
         layers = self.model.model.layers if provider == "sdpa_cp" else []
         hooks = [layer.self_attn.register_forward_pre_hook(drop_mask, with_kwargs=True) for layer in layers]
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()  # and keep the allocator's blocks
         try:
-            seconds = self.seconds_of(step, repeats)
+            seconds = self.seconds_of(lambda: losses.append(self.step(provider, row)))
         finally:
             for hook in hooks:
                 hook.remove()
-        peak = torch.tensor(torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0.0, device=self.device)
-        dist.all_reduce(peak, dist.ReduceOp.MAX)
-        return {
-            "loss": round(losses[0], 5),
-            "seconds_per_step": round(seconds, 4),
-            "tokens_per_second": round(tokens * (self.size if provider == "whole" else 1) / seconds),
-            "peak_gib": round(float(peak) / GIB, 2),
-            "exchange_share": round(self.exchange_seconds(provider, row) / seconds, 4) if ours else "",
-        }
+        peak = self.largest(torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0.0)
+        self.model.zero_grad(set_to_none=True)
+        return losses[0], seconds, peak / GIB
+
+    def measure(self, row: dict[str, Tensor], a: argparse.Namespace) -> list[dict[str, object]]:
+        """Time the steps of providers in turns, and return the columns of each. The first turn warms up."""
+        runs: dict[str, list[tuple[float, float, float]]] = {name: [] for name in a.providers}
+        for turn in range(a.warmup + a.repeats):
+            for provider, found in runs.items():
+                expected = max((seconds for _, seconds, _ in found), default=0.0)
+                if self.largest(expected - time_left(a)) > 0 or len(found) < turn:
+                    continue
+                try:
+                    found.append(self.timed(provider, row))
+                except torch.OutOfMemoryError:  # the others wait for this process: end all
+                    raise SystemExit(f"{provider} ran out of memory; leave it out") from None
+        rows, tokens = [], row[VECTORS].shape[2]
+        for provider, found in runs.items():
+            if found[a.warmup :]:
+                losses, times, peaks = zip(*found[a.warmup :], strict=True)
+                seconds = statistics.median(times)
+                share = self.exchange_seconds(provider, row) / seconds if provider in ("heads", "keys") else ""
+                rows.append(
+                    {
+                        "provider": provider,
+                        "loss": round(losses[0], 5),
+                        "seconds_per_step": round(seconds, 4),
+                        "tokens_per_second": round(tokens * (self.size if provider == "whole" else 1) / seconds),
+                        "peak_gib": round(max(peaks), 2),
+                        "exchange_share": share and round(share, 4),
+                    }
+                )
+        return rows
+
+
+class PreferenceBench(Bench):
+    """A DPO trainer of adapters, under accelerate's configuration of FSDP2 and `cp_size`."""
+
+    def __init__(self, shape: str, device: torch.device):
+        self.device, self.size = device, dist.get_world_size()
+        self.group: Any = dist.group.WORLD
+        options = {"max_length": None, "max_steps": 1, "per_device_train_batch_size": 1}
+        self.trainer: Any = SharedQuestionDPOTrainer(
+            build_model(shape, device.type),
+            args=arguments_of(SharedQuestionDPOConfig, "cuda", **options),
+            train_dataset=Dataset.from_list([{"prompt_ids": [2], "chosen_ids": [3], "rejected_ids": [4]}] * self.size),
+            processing_class=tokenizer(),
+            peft_config=LoraConfig(r=16, target_modules="all-linear", lora_dropout=0.0, init_lora_weights=False),
+        )
+        self.model = self.trainer.model
+        self.config = self.model.config
+        for parameter in self.model.parameters():
+            parameter.data = parameter.data.to(self.model.dtype)  # PEFT's adapters are in float32
+        self.trainer.train()  # shards the model
+        self.model = self.trainer.model_wrapped
+
+    def row(self, tokens: int, documents: int) -> dict[str, Tensor]:
+        """Draw a row of questions with two answers each, the same in every process."""
+        generator, answer = torch.Generator().manual_seed(0), min(ANSWER, tokens // 16)
+        names, examples = ("prompt_ids", "chosen_ids", "rejected_ids"), []
+        for length in random_lengths(tokens, documents, generator):
+            sizes = zip(names, (length, answer, answer), strict=True)
+            vocab = self.config.vocab_size
+            examples.append({x: torch.randint(0, vocab, (n,), generator=generator).tolist() for x, n in sizes})
+        return self.trainer._prepare_inputs(self.trainer.data_collator(examples))
+
+    def step(self, provider: str, row: dict[str, Tensor]) -> float:
+        """Run forward and backward of a row, and return the loss."""
+        trainer, scope = self.trainer, contextlib.nullcontext()
+        trainer._cp_size = 1 if provider == "whole" else self.size
+        if provider != "whole":
+            trainer._split_of = functools.partial(self.split, provider)
+            scope = trainer._prepare_context_parallel_inputs(self.model, row)[0]()
+        with scope:
+            loss = trainer.compute_loss(self.model, row)
+            trainer.accelerator.backward(loss)
+        return float(loss.detach())
 
 
 def drop_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -197,12 +274,14 @@ def drop_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = flags(__doc__)
+    parser = flags(__doc__, deadline=True)
+    parser.add_argument("--task", choices=["sft", "dpo"], default="sft")
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.2-1b")
     parser.add_argument("--tokens", type=int, nargs="+", default=[131072])
-    parser.add_argument("--documents", type=int, default=10, help="number of documents of a row; 1 is causal attention")
+    parser.add_argument("--documents", type=int, default=10, help="documents or questions of a row")
     parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--warmup", type=int, default=1, help="steps that are not timed; 0 after a compared row")
     a = parsed(parser, argv)
     device = torch.device(a.device)
     if device.type == "cuda":
@@ -213,22 +292,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     if dist.get_rank():  # one process prints and writes
         a.csv, printed = None, contextlib.redirect_stdout(open(os.devnull, "w"))  # noqa: SIM115
     with printed:
-        results, bench = Results(a.csv), Bench(a.shape, device)
-        providers = [name for name in a.providers if bench.runs(name)]
-        bench.check(providers)
+        results, bench = Results(a.csv), (PreferenceBench if a.task == "dpo" else Bench)(a.shape, device)
+        a.providers = [name for name in a.providers if bench.runs(name)]
+        bench.check(a.providers)
         for tokens in a.tokens:
-            row = bench.row(tokens, a.documents)
-            for provider in providers:
-                case: dict[str, object] = {"provider": provider, "shape": a.shape, "gpus": bench.size}
-                case |= {"tokens": tokens, "documents": a.documents}
-                try:
-                    results.add([case | bench.measure(provider, row, a.repeats)])
-                except torch.OutOfMemoryError:  # the others wait for this process: end all
-                    raise SystemExit(f"{provider} ran out of memory at {tokens} tokens; leave it out") from None
-                except (NotImplementedError, RuntimeError, ValueError) as error:
-                    if provider != "sdpa_cp":
-                        raise
-                    print(f"sdpa_cp is left out, it raised {type(error).__name__}: {error}")
+            case = {"shape": a.shape, "gpus": bench.size, "tokens": tokens, "documents": a.documents}
+            results.add([case | row for row in bench.measure(bench.row(tokens, a.documents), a)])
     dist.barrier()
     dist.destroy_process_group()
 

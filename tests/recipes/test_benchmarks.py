@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -635,21 +636,39 @@ def test_packing(run):
     assert all(0.5 < float(row["efficiency"]) <= 1 for row in rows)
 
 
-@pytest.mark.full
-def test_rows_over_several_processes(tmp_path):
-    file = tmp_path / "parallel.csv"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", BENCHMARKS / "parallel.py"]
-    command += ["--device", "cpu", "--shape", "tiny", "--tokens", 512, "--repeats", 1, "--csv", file]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+TESTS = Path(__file__).parents[1]
+
+
+def run_over_two_processes(file, program, *flags):
+    """Run a program of `accelerate_fsdp2_cp.yaml` in two processes on the CPU; return its rows and what it printed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    command += [TESTS / "tools" / "fsdp_on_cpu.py", BENCHMARKS / program, "--device", "cpu"]
+    command += ["--shape", "tiny", "--tokens", 512, "--csv", file, *flags]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, (TESTS, TESTS.parent)))
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert "sdpa_cp is left out" in done.stdout  # torch has no context parallelism on a CPU
     with open(file, newline="") as opened:
-        rows = list(csv.DictReader(opened))
+        return list(csv.DictReader(opened)), done.stdout
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("task", ["sft", "dpo"])
+def test_rows_over_several_processes(tmp_path, task):
+    rows, printed = run_over_two_processes(tmp_path / "rows.csv", "parallel.py", "--task", task, "--repeats", 1)
+    assert "sdpa_cp is left out" in printed  # torch has no context parallelism on a CPU
     assert columns("parallel_h200") == set(rows[0])
-    assert [row["provider"] for row in rows] == ["heads", "keys", "whole"]
+    assert [row["provider"] for row in rows] == ["heads", "heads_2", "keys", "whole"]
     losses = [float(row["loss"]) for row in rows]
-    assert losses == pytest.approx([losses[0]] * 3, abs=2e-5)
+    assert losses == pytest.approx([losses[0]] * 4, abs=2e-5)
+
+
+@pytest.mark.full
+def test_long_rows_over_several_processes(tmp_path):
+    flags = ["--documents", 3, "--keep_attention", 1, "--host_gib", 1]
+    (row,), _ = run_over_two_processes(tmp_path / "rows.csv", "long_rows.py", *flags)
+    assert columns("long_rows_h200") == set(row)
+    assert (row["gpus"], row["attention"], row["host_gib"]) == ("2", "kept", "1.0")
 
 
 @pytest.mark.full
