@@ -21,7 +21,7 @@ from flashmask_hf.trainers.sft import PackedSFTTrainer
 from flashmask_hf.trainers.step_memory import StepMemory, available_gpu_bytes, available_host_bytes, gib
 
 MEASURED_TOKENS = (16_384, 32_768)
-"""Tokens of the two measured rows, several tiles each."""
+"""Tokens of a rank's shards of the two measured rows, several tiles each."""
 
 DOCUMENT = 2048
 """Tokens per document of a measured row."""
@@ -40,8 +40,8 @@ class LongRows(TrainerCallback):
     memory (`offload_checkpoints`). Inputs of adapters stay in 16 bits under autocast. Only the rounding of sums over
     tiles changes.
 
-    Options set to None follow from two steps on invented rows of 16,384 and 32,768 tokens: a step's memory is linear in
-    its tokens. The choice is printed.
+    Options set to None follow from two steps on invented rows of 16,384 and 32,768 tokens per rank: a step's memory is
+    linear in its tokens. The choice is printed.
 
     Args:
         trainer: a `PackedSFTTrainer` that packs its rows itself.
@@ -193,7 +193,7 @@ class LongRows(TrainerCallback):
         offload = self._offload
         if offload is not None:
             offload.host_bytes = None
-        longer = min(MEASURED_TOKENS[1], self._tokens)
+        longer = min(MEASURED_TOKENS[1] * self._trainer._cp_size, self._tokens)
         tokens = (longer // 2, longer)
         try:
             self._run(tokens[0])  # compiles kernels, and leaves gradients as gradient accumulation does

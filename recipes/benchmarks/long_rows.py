@@ -1,8 +1,10 @@
-"""Train on rows of hundreds of thousands of tokens on one GPU: speed, memory, and the longest row that fits.
+r"""Train on rows of hundreds of thousands of tokens: speed, memory, and the longest row that fits.
 
     python recipes/benchmarks/long_rows.py --shape llama-3.1-8b --tokens 262144 544768 --csv long_rows.csv
     python recipes/benchmarks/long_rows.py --shape llama-3.2-1b --tokens 65536 --documents 100   # `longest` for a GPU
     python recipes/benchmarks/long_rows.py --shape llama-3.2-1b --tokens 262144 --full
+    accelerate launch --config_file recipes/configs/accelerate_fsdp2_cp.yaml recipes/benchmarks/long_rows.py \
+        --tokens 544768 --host_gib 40   # a row over two GPUs; host_gib is per GPU, as are the figures of memory
 
 Each run is `PackedSFTTrainer` with `LongRows`, on random weights under autocast: adapters of rank 16 over bfloat16, or
 all weights in float32 (`--full`). A step is one row of `--documents` documents of random lengths, or of equal lengths
@@ -17,8 +19,10 @@ step, in which the host's memory is pinned.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,6 +53,7 @@ def make_trainer(tokens: int, a: argparse.Namespace) -> PackedSFTTrainer:
 
 def train(tokens: int, a: argparse.Namespace) -> dict[str, object]:
     trainer = make_trainer(tokens, a)
+    accelerator = trainer.accelerator
     rows = LongRows(trainer, keep_attention=a.keep_attention, host_gib=a.host_gib)
     trainer.add_callback(rows)
     try:
@@ -58,10 +63,17 @@ def train(tokens: int, a: argparse.Namespace) -> dict[str, object]:
     rates = [entry["tokens_per_second"] for entry in trainer.state.log_history if "tokens_per_second" in entry]
     rate = statistics.median(rates[1:] or rates)  # between logs, without what `LongRows` measures
     figures = len(rates[1:] or rates), round(tokens / rate, 3), round(rate)
-    peak = round(torch.cuda.max_memory_allocated() / GIB, 1) if a.device == "cuda" else ""
+    peak = torch.tensor([torch.cuda.max_memory_allocated() / GIB if a.device == "cuda" else 0.0])
+    peaks: Any = accelerator.gather(peak.to(accelerator.device))
+    peak = round(peaks.max().item(), 1) or ""
     host, attention = round((rows.host_bytes or 0) / GIB, 1), "kept" if rows.kept else "computed again"
     values = (*figures, peak, host, attention, rows.longest or "")
-    case: dict[str, object] = {"shape": a.shape, "trained": "all" if a.full else "adapters", "tokens": tokens}
+    case: dict[str, object] = {
+        "shape": a.shape,
+        "gpus": accelerator.num_processes,
+        "trained": "all" if a.full else "adapters",
+        "tokens": tokens,
+    }
     case["documents"] = f"{a.documents} {'equal' if a.equal else 'random'}"
     return case | dict(zip(MEASURED, values, strict=True))
 
@@ -81,7 +93,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         a.keep_attention = bool(a.keep_attention)
     if a.device == "cpu":  # on which nothing is measured
         a.keep_attention, a.host_gib = a.keep_attention or False, a.host_gib or 0
-    results = Results(a.csv)
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if a.device == "cuda":
+        torch.cuda.set_device(rank)
+    results = Results(None if rank else a.csv)
     for tokens in a.tokens:
         results.add([train(tokens, a)])
         free_memory()

@@ -216,7 +216,7 @@ def resumed(group: Any) -> dict[str, Any]:
 
 
 def long_rows(group: Any) -> dict[str, Any]:
-    """Tiles, attention's results kept, and checkpoints on the host; one process trains without these settings."""
+    """Tiles, and as measured attention kept and checkpoints on the host; one process trains without these settings."""
     options = {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": False}, "max_steps": 2}
     trainer = trainer_of(group, "long_rows", model_of("llama", 8, 4), **options)
     if group.size() == 1:
@@ -228,14 +228,18 @@ def long_rows(group: Any) -> dict[str, Any]:
         made.append(offload_all_checkpoints(model, min_bytes=1))
         return made[-1]
 
-    offload_all_checkpoints, long_rows_module.offload_checkpoints = (
-        long_rows_module.offload_checkpoints,
-        offload_checkpoints,
-    )
-    tiles = LongRows(trainer, tile_tokens=24, keep_attention=True, host_gib=1)
-    trainer.add_callback(tiles)
-    trainer.train()
-    long_rows_module.offload_checkpoints = offload_all_checkpoints
+    run, lengths, offload_all_checkpoints = LongRows._run, [], long_rows_module.offload_checkpoints
+    with pytest.MonkeyPatch.context() as patch:  # a GPU with room for all
+        patch.setattr(long_rows_module, "offload_checkpoints", offload_checkpoints)
+        patch.setattr(long_rows_module, "obstacle_to_measuring", lambda trainer: None)
+        patch.setattr(long_rows_module, "available_gpu_bytes", lambda: 1e9)
+        patch.setattr(long_rows_module, "MEASURED_TOKENS", (16, 32))
+        patch.setattr(LongRows, "_run", lambda self, tokens: lengths.append(tokens) or run(self, tokens))
+        patch.setattr(LongRows, "_peak_of", lambda self, tokens: self._run(tokens) or float(tokens))
+        tiles = LongRows(trainer, tile_tokens=24, host_gib=1)
+        trainer.add_callback(tiles)
+        trainer.train()
+    assert (tiles.kept, lengths) == (True, [32, 32, 64])  # tokens of both shards
     rows, layers, hidden, heads = 2 * 64, 2, 48, 8
     # a layer's input, attention's output, which is wider, and its log-sum-exps, in float32
     assert made[0].seen_bytes == rows * layers * (hidden + heads * 8 + heads) * 4, made[0].seen_bytes
