@@ -48,13 +48,13 @@ TRAINERS: dict[str, tuple[Any, Any, Any]] = {
 FLAGS = ["--max_steps", "20", "--logging_steps", "1", "--save_strategy", "no", "--eval_strategy", "no"]
 FLAGS += ["--bf16", "False", "--dtype", "float32", "--lora_dropout", "0", "--disable_tqdm", "True"]
 FLAGS += ["--output_dir", "outputs/check"]
-"""Defaults that differ from the recipe's: a short run in float32, without dropout, of which only the log stays."""
+"""Defaults that differ from the recipe's."""
 
 BOUND, BOUND_BF16 = 1e-3, 5e-2
 
 
 class Curve(NamedTuple):
-    """Losses and gradient norms of a run, float64 [steps], and the number of tokens of its forwards with gradients."""
+    """Losses and gradient norms, float64 [steps], and the number of tokens of training forwards."""
 
     losses: torch.Tensor
     norms: torch.Tensor
@@ -90,11 +90,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def compare(name: str, argv: Sequence[str]) -> tuple[Curve, Curve, float]:
-    """Return the curves of TRL's trainer and this package's, and the bound of their difference.
-
-    Raises:
-        FlagError: a flag or what it names cannot be used, or TRL would pack.
-    """
+    """Return the curves of TRL's trainer and this package's, and the bound of their difference."""
     recipe: Any = importlib.import_module(name)
     flags: common.Flags = recipe.parse([*FLAGS, *argv])
     if name == "sft" and (flags.training.packing or flags.training.padding_free):

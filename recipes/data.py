@@ -19,25 +19,17 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 ANSWER_CHARACTERS = (80, 1600)
-"""Range of the random length at which an answer of `question_answers` ends, after the paragraph that reaches it."""
+"""Range of the length at which an answer of `question_answers` ends, after the paragraph that reaches it."""
 
-COMPARED_CHARACTERS = (80, 400)
-"""The same range for answers of `preferences` and `rankings`."""
-
-PASSAGE_CHARACTERS = (200, 600)
-"""The same range for passages of `passages`."""
-
-COPIED_WORDS = 10
-"""Number of words that the prompts of `passages` ask for."""
-
-MOST_ANSWERS = 6
-"""Maximum number of answers of a ranking; the minimum is two."""
+COMPARED_CHARACTERS = (80, 400)  # of `preferences` and `rankings`
+PASSAGE_CHARACTERS = (200, 600)  # of `passages`
+COPIED_WORDS = 10  # that `passages` asks for
+MOST_ANSWERS = 6  # of a ranking; the fewest are two
 
 LIBRARY = ("bltin", "debugger", "formatstrings", "string-methods", "typesf", "typesm", "typess")
-"""Prefixes of the topics on the standard library. The other topics are on the language."""
+"""Prefixes of the topics on the standard library; others are on the language."""
 
-TEST_SHARE = 20
-"""Every question whose index is a multiple of this goes to the test split."""
+TEST_SHARE = 20  # each 20th question is in the test split
 
 FILES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 """Dataset builder of a single file, by its suffix."""
@@ -52,8 +44,7 @@ FACTS = {
 }
 """Short answers that the demo's model learns by heart."""
 
-FACT_COPIES = 150
-"""Number of times that each fact stands in the training split of `question_answers`."""
+FACT_COPIES = 150  # of each fact in the training split
 
 PAD, EOS, USER, ASSISTANT = "<|pad|>", "<|eos|>", "<|user|>", "<|assistant|>"
 
@@ -102,7 +93,7 @@ def question_answers() -> DatasetDict:
 
 
 def facts() -> DatasetDict:
-    """Build conversations from `FACTS`: columns `prompt` and `completion`, splits `train`, with copies, and `test`."""
+    """Build conversations from `FACTS`, copied in `train`, as `question_answers` does."""
     examples = [_Example("", question, answer) for question, answer in FACTS.items()]
     copies = {"train": FACT_COPIES, "test": 1}
     return DatasetDict({name: Dataset.from_list(list(_conversations(examples * n))) for name, n in copies.items()})
@@ -133,10 +124,9 @@ def preferences() -> DatasetDict:
 
 
 def rankings() -> DatasetDict:
-    """Build rankings of two to six shuffled answers: columns `prompt`, `answers`, `scores`, splits `train` and `test`.
+    """Build rankings of shuffled answers: columns `prompt`, `answers`, `scores`, splits `train` and `test`.
 
-    Questions are on the language. The true answer has score 1, other answers on its topic 0.5, and answers on the
-    standard library 0.
+    Questions are on the language. The true answer scores 1, others on its topic 0.5, on the standard library 0.
     """
     generator = random.Random(0)
 
@@ -182,9 +172,9 @@ def copied_words_reward(
 def build_model(
     path: str | Path, *, positions: int = 1024, initializer_range: float = 0.06, mask_token: str | None = None
 ) -> None:
-    """Write a tiny, untrained Llama and its tokenizer to a folder, for `from_pretrained`.
+    """Write a tiny, untrained Llama and its tokenizer to a folder.
 
-    With transformers' default `initializer_range` of 0.02, the demo of `sft.py` has too few steps to learn the facts.
+    With transformers' `initializer_range` of 0.02, the demo of `sft.py` would need more steps to learn the facts.
     """
     tokenizer: Any = build_tokenizer()
     if mask_token is not None:
@@ -233,7 +223,6 @@ def build_tokenizer(vocab_size: int = 2048) -> PreTrainedTokenizerFast:
 
 
 def _splits(rows: Callable[[Sequence[_Example]], Iterator[dict[str, Any]]], characters: tuple[int, int]) -> DatasetDict:
-    """Cut the topics into examples with answers of random length, and build both splits."""
     lengths = random.Random(0)
     examples = []
     for topic, text in sorted(topics.items()):
@@ -276,7 +265,7 @@ def _answers(text: str, lengths: random.Random, characters: tuple[int, int]) -> 
 
 
 def _paragraphs(text: str) -> Iterator[str]:
-    """Yield the paragraphs of a topic: prose without line breaks, code unchanged, no tables."""
+    """Yield paragraphs: prose without line breaks, code unchanged, no tables."""
     for paragraph in text.strip().split("\n\n"):
         lines = [line for line in paragraph.split("\n") if not set(line) <= set("*=-~^")]  # rules under headings
         if not any(line.lstrip().startswith(("|", "+-")) for line in lines):

@@ -66,7 +66,7 @@ def parse(argv: Sequence[str]) -> common.Flags:
 
 
 def load_tokenizer(model: str, args: Any) -> Any:
-    """Load a model's tokenizer, with a mask token; raise a FlagError if the model has no embedding left for it."""
+    """Load a tokenizer with a mask token; raise a FlagError if the model has no embedding for it."""
     options = {"trust_remote_code": args.trust_remote_code, "revision": (args.model_init_kwargs or {}).get("revision")}
     tokenizer: Any = AutoTokenizer.from_pretrained(model, **options)
     if tokenizer.mask_token is None:
@@ -97,7 +97,7 @@ def make_collator(flags: RecipeArguments, mask_token_id: int) -> DataCollatorFor
 
 
 def show(trainer: Any, flags: RecipeArguments) -> None:
-    """Load the saved model, fill in documents of the test split, and print how much is as written."""
+    """Fill in documents of the test split, and print how much is as written."""
     args, tokenizer = trainer.args, trainer.processing_class
     model = common.load_for_inference(AutoModelForCausalLM, str(args.output_dir), args)
     right = total = 0
@@ -120,7 +120,7 @@ def documents(dataset: Any) -> Iterator[tuple[list[int], list[int]]]:
 
 @torch.no_grad()
 def fill(model: Any, ids: Tensor, mask_token_id: int, block_size: int) -> Tensor:
-    """Replace the mask tokens of a document, int64 [n], block after block, the likeliest of a block first."""
+    """Replace the mask tokens of a document, int64 [n], block by block, the likeliest first."""
     ids = ids.clone()
     for end in [*range(block_size, len(ids), block_size), len(ids)]:
         indices = masks.block_causal([end], block_size, device=ids.device).bidirectional().indices

@@ -31,7 +31,6 @@ import data
 import picture
 from transformers import AutoModelForSequenceClassification
 from trl import TrlParser
-from trl.import_utils import is_math_verify_available
 from trl.rewards import (
     accuracy_reward,
     get_soft_overlong_punishment,
@@ -60,10 +59,7 @@ REWARDS: dict[str, Callable[..., Any]] = {
     "get_soft_overlong_punishment": get_soft_overlong_punishment(max_completion_len=1280, soft_punish_cache=256),
     "copied_words_reward": data.copied_words_reward,
 }
-"""Reward functions that have a name: those of `trl grpo`, and the demo's."""
-
-PARSE_MATH = ("accuracy_reward", "reasoning_accuracy_reward")
-"""Reward functions that need the package math-verify."""
+"""Reward functions with a name: as in `trl grpo`, and the demo's."""
 
 
 @dataclass
@@ -119,11 +115,7 @@ def parse(argv: Sequence[str]) -> common.Flags:
 
 
 def reward_functions(flags: common.Flags) -> list[Callable[..., Any]]:
-    """Load the reward functions and the reward model that the flags name.
-
-    Raises:
-        FlagError: a function or the model cannot be loaded, or a function needs a package that is missing.
-    """
+    """Load the reward functions and the reward model; raise a FlagError if one cannot be loaded."""
     rewards: list[Any] = []
     if flags.own.reward_model_name_or_path is not None:
         common.check_model_path("reward_model_name_or_path", flags.own.reward_model_name_or_path)
@@ -138,8 +130,6 @@ def reward_functions(flags: common.Flags) -> list[Callable[..., Any]]:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     for name in flags.own.reward_funcs or []:
-        if name in PARSE_MATH and not is_math_verify_available():
-            raise common.FlagError(f"reward_funcs: {name} needs a package that is missing; pip install math-verify")
         if name in REWARDS:
             rewards.append(REWARDS[name])
             continue

@@ -13,7 +13,7 @@ from flashmask_hf.names import VECTORS
 
 
 def write(folder: object, what: str, draw: Callable[[Path], None]) -> None:
-    """Draw picture.png in a folder, and print what it shows, or that matplotlib is missing."""
+    """Draw picture.png in a folder, and print what it shows."""
     path = Path(str(folder), "picture.png")
     try:
         draw(path)
@@ -23,27 +23,21 @@ def write(folder: object, what: str, draw: Callable[[Path], None]) -> None:
 
 
 def draw(trainer: Any, path: Path) -> None:
-    """Draw the loss and the mask of a row of a `PackedSFTTrainer` that packs its rows itself."""
+    """Draw the loss and the mask of a row of a `PackedSFTTrainer`."""
     row = trainer.data_collator([next(iter(trainer.train_dataset))])
     documents = int((row["position_ids"] == 0).sum())
     _draw(trainer, "loss", "Training loss", row[VECTORS], f"Mask of a row of {documents} documents", path)
 
 
 def draw_group(trainer: Any, vectors: Tensor, path: Path) -> None:
-    """Draw the reward of a trainer on shared prompts and the mask of one group.
-
-    Args:
-        trainer: a `SharedPromptGRPOTrainer` or `SharedPromptRLOOTrainer`.
-        vectors: mask indices of packed rows, int32 [R, 1, S, 1]; the first group is drawn.
-        path: file to write.
-    """
+    """Draw the reward of a trainer on shared prompts and the mask of the first group, from int32 [R, 1, S, 1]."""
     end = int(vectors[0, 0, 0, 0])  # of the first tree, which is a prompt and its completions
     group = vectors[:1, :, :end].cpu()
     _draw(trainer, "reward", "Mean reward", group, "Mask of a prompt and its completions", path)
 
 
 def latest_row(model: Any) -> list[Tensor]:
-    """Return a list that contains the mask indices of the packed rows of a model's latest forward."""
+    """Return a list that will contain the mask indices of a model's latest forward."""
     latest: list[Tensor] = []
 
     def keep(_: Any, args: Any, kwargs: dict[str, Any]) -> None:

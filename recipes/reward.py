@@ -51,7 +51,8 @@ def show(trainer: Any, number: int) -> None:
     args = trainer.args
     model = common.load_for_inference(AutoModelForSequenceClassification, args.output_dir, args, num_labels=1)
     for row in itertools.islice(trainer.eval_dataset, number):
-        question, answers, scores, _ = trainer.data_collator._read(row, "the row")
+        forest, answers, scores, _ = trainer.data_collator._read(row, "the row")
+        question = forest.tokens[: forest.tokens.size - sum(map(len, answers))]
         print(f"Prompt: {trainer.processing_class.decode(question, skip_special_tokens=True)}")
         for nth in sorted(range(len(answers)), key=scores.__getitem__, reverse=True):
             input_ids = torch.from_numpy(np.concatenate([question, answers[nth]]))[None].to(model.device)

@@ -118,11 +118,7 @@ def parse(argv: Sequence[str]) -> common.Flags:
 
 
 def add_long_rows(trainer: PackedSFTTrainer, flags: RecipeArguments) -> None:
-    """Make the rows fit into memory as the flags say (`LongRows`).
-
-    Raises:
-        FlagError: checkpointing is off, layers are compiled, or nothing can be measured.
-    """
+    """Make the rows fit into memory as the flags say; raise a FlagError if they cannot be followed."""
     args: Any = trainer.args
     measured = flags.long_context
     if measured is None:
@@ -148,7 +144,7 @@ def add_long_rows(trainer: PackedSFTTrainer, flags: RecipeArguments) -> None:
 
 
 def generate(args: SFTConfig, prompt: str, path: str, *, max_new_tokens: int = 64, **kwargs: Any) -> str:
-    """Load a model or adapter and generate its answer to a prompt; `kwargs` go to both `from_pretrained`."""
+    """Return the answer of a saved model or adapter to a prompt."""
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code, **kwargs)
     model = common.load_for_inference(AutoModelForCausalLM, path, args, **kwargs)
     if tokenizer.chat_template:

@@ -73,7 +73,7 @@ class Step(NamedTuple):
 
 
 class NormalizedQueries(LlamaAttention):
-    """Attention whose keys are its normalized queries (paper, section 4.1), with the weights of `stock`."""
+    """Attention whose keys are its normalized queries, with the weights of `stock`."""
 
     def __init__(self, stock: LlamaAttention):
         super().__init__(stock.config, stock.layer_idx)
@@ -143,7 +143,7 @@ class Run:
 def causal_sdpa(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, scaling: float, **_: Any
 ) -> tuple[Tensor, None]:
-    """Run causal SDPA without a mask, which transformers' "sdpa" would build when compiled."""
+    """Run causal SDPA without a mask, which compiled "sdpa" would have."""
     out = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
     return out.transpose(1, 2), None
 
@@ -165,11 +165,7 @@ def build_model(variant: str, arguments: argparse.Namespace) -> Any:
 
 
 def read_text(size: int, held_out: int) -> tuple[Tensor, Tensor]:
-    """Read source files in a fixed random order: uint8 [up to size] to train on, and uint8 [held_out] of other files.
-
-    Raises:
-        ValueError: there are fewer than `held_out` bytes.
-    """
+    """Read source files in a fixed order: uint8 [up to size] to train on, and uint8 [held_out] of other files."""
     roots = [Path(sysconfig.get_path("stdlib")), Path(torch.__file__).parent, Path(transformers.__file__).parent]
     files = [(number, path.relative_to(root)) for number, root in enumerate(roots) for path in root.rglob("*.py")]
     files = sorted(entry for entry in files if not {"site-packages", "dist-packages"} & set(entry[1].parts))
@@ -187,7 +183,7 @@ def read_text(size: int, held_out: int) -> tuple[Tensor, Tensor]:
 
 
 def train(runs: dict[str, Run], rows: Tensor, steps: int, accelerator: Accelerator) -> dict[str, list[Step]]:
-    """Train all variants in turns on batches of rows, uint8 [N, B, S], repeated when used up."""
+    """Train all variants in turns on batches of rows, uint8 [N, B, S]."""
     history: dict[str, list[Step]] = {name: [] for name in runs}
     for first in range(0, steps, TURN):
         turn = range(first, min(first + TURN, steps))
@@ -219,11 +215,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if arguments.smoke:
         vars(arguments).update(SMOKE)
     arguments.bf16 = is_torch_bf16_gpu_available() and not arguments.smoke
-    for name in ("length", "batch", "steps", "held_out"):
-        if getattr(arguments, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(arguments, name)}")
-    if arguments.out is not None and arguments.out.exists() and not arguments.out.is_dir():
-        parser.error(f"--out {arguments.out} is a file; name a folder")
     if arguments.held_out % arguments.batch:
         parser.error(f"--held-out {arguments.held_out} is no multiple of --batch {arguments.batch}")
     return arguments

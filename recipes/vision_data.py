@@ -52,7 +52,7 @@ def draw(colour: str, generator: random.Random) -> Image.Image:
 
 
 def pictures(train: int = 1500, test: int = 60) -> DatasetDict:
-    """Build conversations on no, one or two pictures: columns `prompt`, `completion` and `images`, two splits."""
+    """Build conversations on up to two pictures: columns `prompt`, `completion` and `images`, two splits."""
     generator = random.Random(0)
 
     def example(count: int) -> dict[str, Any]:

@@ -223,10 +223,8 @@ def sparse() -> str:
 
 
 def dropout() -> str:
-    """Milliseconds of attention with dropout 0.1 and without; nothing before it was measured."""
+    """Milliseconds of attention with dropout 0.1 and without."""
     rows = read_all("dropout_*")
-    if not rows:
-        return ""
     columns: Columns = {"mask": lambda line: name_of(line[0]["mask"]), "tokens per row": "{length:,.0f}"}
     columns["head size"] = _width
     for title, name in (("flashmask", "flashmask"), ("portable kernels", "flashmask_triton"), ("SDPA", "sdpa"),
@@ -240,10 +238,8 @@ def dropout() -> str:
 
 
 def drafts() -> str:
-    """Attention of drafters beside FlexAttention, mask making included; nothing before it was measured."""
+    """Attention of drafters beside FlexAttention, mask making included."""
     rows = read_all("drafts_*")
-    if not rows:
-        return ""
     ways = {"flashmask": "flashmask", "flex_attention": "FlexAttention"}
     more = {"eagle3": "7 steps", "dflash": "512 blocks of 16"}
     columns: Columns = {
@@ -378,10 +374,8 @@ def alignment() -> str:
 
 
 def preference() -> str:
-    """ORPO and KTO with shared prefixes beside TRL's padded batches; nothing before it was measured."""
+    """ORPO and KTO with shared prefixes beside TRL's padded batches."""
     lines = _lines(read_all("preference_*"), "shape", "task", "length", peer="trl_flash_attention_4")
-    if not lines:
-        return ""
     columns: Columns = {"shape": _model, "trainer": lambda line: TASKS[line[0]["task"]]}
     columns |= {"tokens per batch": "{length:,.0f}"} | _beside("fastest without sharing, tokens/s")
     columns["hook per step"] = cell("{hook_milliseconds:.1f} ms", implementation="flashmask")
@@ -390,10 +384,8 @@ def preference() -> str:
 
 
 def trajectories() -> str:
-    """SFT on the steps of trajectories with shared prefixes, and on whole examples; nothing before it was measured."""
+    """SFT on the steps of trajectories with shared prefixes, and on whole examples."""
     lines = _lines(read_all("trajectories_*"), "shape", "length")
-    if not lines:
-        return ""
 
     def gained(line: list[Row]) -> str:
         rates = {row["implementation"]: float(row["examples_per_second"]) for row in line}
@@ -434,10 +426,8 @@ def row_lengths() -> str:
 
 
 def images() -> str:
-    """Fine-tuning on images beside stock TRL, and its chart; nothing before it was measured."""
+    """Fine-tuning on images beside stock TRL, and its chart."""
     lines = image_cases()
-    if not lines:
-        return ""
     ran = {row["implementation"] for line in lines for row in line}
 
     def figures(name: str, line: list[Row]) -> str:
@@ -453,10 +443,8 @@ def images() -> str:
 
 
 def embeddings() -> str:
-    """Embedding models and rerankers beside padded batches, and their chart; nothing before they were measured."""
+    """Embedding models and rerankers beside padded batches, and their chart."""
     lines = embedding_cases()
-    if not lines:
-        return ""
     ran = {row["provider"] for line in lines for row in line}
 
     def figures(name: str, line: list[Row]) -> str:
@@ -476,10 +464,8 @@ def embeddings() -> str:
 
 
 def diffusion() -> str:
-    """Block diffusion beside dllm and FlexAttention, and its chart; nothing before it was measured."""
+    """Block diffusion beside dllm and FlexAttention, and its chart."""
     lines = groups(read_all("diffusion_*"), "shape", "length")
-    if not lines:
-        return ""
     columns: Columns = {"model": "{shape}", "trained": "{trained}", "tokens of documents": "{length:,.0f}"}
     for name, way in DIFFUSION_WAYS.items():
         columns[way] = lambda line, name=name: _rate_and_memory(select(line, implementation=name))
@@ -611,14 +597,12 @@ def packing() -> str:
 
 def grpo(models: Mapping[str, str], peer: str, content: str = "") -> str:
     """Updates of GRPO beside the fastest padded one: of the models named, in the cases that the peer has run."""
-    by = ("model", "prompt", "completion", "groups", "generations", "compiled")
+    by = ("model", "prompt", "completion", "groups", "generations")
     lines = _lines([row for row in updates() if row["model"] in models], *by, peer=f"padded_{peer}")
     columns: Columns = {
         "model": lambda line: models[line[0]["model"]],
         "P : C": "{prompt:,.0f} : {completion:,.0f}",
-        "micro-batch": lambda line: "{groups} x {generations}{more}".format(
-            more=", compiled" * (line[0]["compiled"] == "on"), **line[0]
-        ),
+        "micro-batch": "{groups} x {generations}",
     }
     columns |= _beside("fastest padded, tokens/s")
     command = "benchmarks/reinforcement.py --models MODEL --cases P:C --groups GROUPS --generations G"

@@ -3,26 +3,23 @@
     python recipes/benchmarks/attention.py --csv masks.csv                    # the paper's masks, 8K and 32K tokens
     python recipes/benchmarks/attention.py --lengths 8192 --dims 128 --masks causal_document --repeats 3   # a minute
     python recipes/benchmarks/attention.py ragged --masks few short --providers flashmask flex_attention
-    python recipes/benchmarks/attention.py short --commit HEAD~10   # beside an earlier commit, with ratios
     python recipes/benchmarks/attention.py --mask my_masks.py:my_mask         # of your own: tokens -> FlashMask
 
 Studies:
 
 - `masks`: masks and shapes of the FlashMask paper (appendix A.5) at half of its tokens. `sweep`: 1 to 128 documents.
-- `ragged`: many short documents, few heads, chunks of queries, lengths that no tile divides; times of the GPU alone.
-- `short`: rows of 128 to 1,024 tokens, on the host and in a CUDA graph.
-- `decode`: one query per sequence; each call reads another key-value cache, as layers do.
+- `ragged`: many short documents, few heads, chunks of queries, odd lengths; times of the GPU alone.
+- `short`: rows of 128 to 1,024 tokens. `decode`: one query per sequence, each call on another key-value cache.
 - `plan`: only the tile plan of a mask.
-- `dropout`: attention dropout 0.1 beside none; peers draw their own pattern, and only time is compared.
+- `dropout`: dropout 0.1 beside none; each draws its own pattern, and only time is compared.
 - `sparse`: dynamic sparse attention with its sorting (Pagliardini et al. 2023, figures 3 and 7).
 
 Tensors are bfloat16, times medians of turns. Output and gradients of a provider (`peers.py`) are first compared with
-float64 in the first key-value head of the first row and the last of the last row. `status` is "timed", or why a row has
-no figures: "cannot: ..." (no form for the mask), "failed: ...", "differs: ...", "not installed".
+float64 in the first key-value head of the first row and the last of the last row. `status` is "timed" or the reason
+why not.
 
-TFLOP/s count 128 x 128 tiles that are not hidden, as the paper does, and `both_tflops_of_pairs` visible pairs.
-`mask_ms` and `mask_mib` are what a new mask costs. `eager_us` is a call on the device with its launch, `host_us` the
-time in which the host issues it, `graph_us` a call in a CUDA graph of several.
+TFLOP/s count 128 x 128 tiles that are not hidden, as in the paper. `mask_ms` and `mask_mib` are what a new mask costs.
+`eager_us` is a call with its launch, `host_us` the time in which the host issues it, `graph_us` a call in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -51,21 +48,27 @@ from harness import (
     synchronize,
     time_left,
 )
-from peers import DROPOUT, PROVIDERS, Attention, CannotExpress, Case, add_commit, planned
+from peers import PROVIDERS, Attention, CannotExpress, Case, planned
 from torch import Tensor
 
 from flashmask_hf import FlashMask, masks
 from flashmask_hf._call.operators import make_plan
 
 EXACT_ROWS = 1024  # query rows that float64 takes at a time
-BLOCK = 128  # rows whose error is looked at together
-TOLERANCE = 2e-2  # largest error of a block, relative
-CALLS = 8  # calls of a CUDA graph, which stand for the layers of a model
-CACHES = 2**28  # bytes of the caches that decoding reads in turn, several times the L2 cache of a GPU
-WINDOW = 1024  # keys that decoding sees under the mask "window"
+BLOCK = 128  # rows of one error
+TOLERANCE = 2e-2  # largest relative error of a block
+CALLS = 8  # calls of a CUDA graph
+CACHES = 2**28  # bytes of the caches that decoding reads in turn, more than the L2 cache
 DEFAULT = ("flashmask", "flashmask_triton", "flex_attention", "flex_flash", "fa4", "cudnn_flex", "cudnn")
-RATES = ("forward_tflops", "backward_tflops", "both_tflops", "both_tflops_of_pairs")
-PASSES = ("forward_ms", "backward_ms", *RATES, "mask_ms", "mask_mib")
+PASSES = {
+    "forward_ms": 4,
+    "backward_ms": 4,
+    "forward_tflops": 1,
+    "backward_tflops": 1,
+    "both_tflops": 1,
+    "mask_ms": 3,
+    "mask_mib": 2,
+}  # columns and their digits
 CALL = ("passes", "eager_us", "host_us", "graph_us")
 
 torch._functorch.config.donated_buffer = False  # to time one compiled backward many times
@@ -78,17 +81,17 @@ class Shape(NamedTuple):
     heads: int
     kv_heads: int
     length: int
-    dim: int
-    v_dim: int
+    head_dim: int
+    v_head_dim: int
 
     def flops(self, pairs: float) -> tuple[float, float]:
         """Return the FLOPs forward and backward (5 products) of visible pairs per row and head."""
         pairs *= 2 * self.batch * self.heads
-        return pairs * (self.dim + self.v_dim), pairs * (3 * self.dim + 2 * self.v_dim)
+        return pairs * (self.head_dim + self.v_head_dim), pairs * (3 * self.head_dim + 2 * self.v_head_dim)
 
 
 class Work(NamedTuple):
-    """A case: its name, the family by which peers know its mask, the mask, and the sizes."""
+    """A case."""
 
     title: str
     family: str
@@ -97,7 +100,6 @@ class Work(NamedTuple):
 
 
 def widths(text: str) -> tuple[int, int]:
-    """Return the head_dim of keys and of values from "128" or "192/128"."""
     dim, _, v_dim = text.partition("/")
     return int(dim), int(v_dim or dim)
 
@@ -106,7 +108,7 @@ def widths(text: str) -> tuple[int, int]:
 
 
 def documents(length: int, generator: torch.Generator) -> list[int]:
-    """Draw the lengths of documents that fill a row (appendix A.5.2)."""
+    """Draw lengths of documents (appendix A.5.2)."""
     low, high = (3, 7) if length <= 8192 else (10, 14) if length <= 32768 else (11, 15)
     count = int(torch.randint(low, high + 1, (1,), generator=generator))
     return random_lengths(length, count, generator)
@@ -124,7 +126,7 @@ def _qk_sparse(length: int, generator: torch.Generator) -> FlashMask:
 
 
 def _intervals(length: int, generator: torch.Generator, n: int) -> FlashMask:
-    """Draw per 128 keys one interval of visible rows (n = 2), or two of hidden rows (n = 4)."""
+    """Draw, per 128 keys, one interval of visible rows (n = 2) or two of hidden rows (n = 4)."""
     bounds = torch.randint(0, length + 1, (1, 1, -(-length // 128), n), generator=generator).sort(-1).values
     if n == 2:
         bounds = bounds.flip(-1)  # hidden from the end on, and before the start
@@ -161,7 +163,7 @@ OTHERS: dict[str, Family] = {
     "window_per_head": _windows,
     "intervals_per_head": lambda s, g: _intervals(s, g, 2),
 }
-"""Families in which key tiles meet often in the gradient of q. They run only if `--masks` names them."""
+"""Families in which key tiles meet often in the gradient of q; only `--masks` names them."""
 PER_HEAD = ("window_per_head", "intervals_per_head")  # families that draw a mask for each query head
 
 
@@ -177,7 +179,6 @@ def equal_heads(length: int, count: int = 4, minimum: int = 128) -> list[int]:
 
 
 def lognormal(length: int) -> list[int]:
-    """Draw lognormal lengths of documents around 256 tokens."""
     generator, found = torch.Generator().manual_seed(length), list[int]()
     while (left := length - sum(found)) > 0:
         drawn = float(torch.empty(1).log_normal_(5.545, 1.0, generator=generator))  # exp(5.545) = 256
@@ -185,12 +186,10 @@ def lognormal(length: int) -> list[int]:
     return found
 
 
-def cached_keys(kind: str, batch: int, length: int) -> FlashMask:
-    """Return the mask of one query per sequence: all keys, keys padded on the left, or a window of `WINDOW` keys."""
-    if kind == "full":
-        return masks.full(length, q_len=1)
-    first = torch.arange(batch) * 16 if kind == "padding" else torch.full((batch,), max(0, length - WINDOW))
-    hidden = (torch.arange(length) >= first[:, None]).int()  # the row where a key becomes hidden: 0 hides it
+def cached_keys(batch: int, length: int) -> FlashMask:
+    """Return the mask of one query per sequence over keys that are padded on the left."""
+    first = torch.arange(batch)[:, None] * 16
+    hidden = (torch.arange(length) >= first).int()  # the row where a key becomes hidden: 0 hides it
     return FlashMask(hidden[:, None, :, None].contiguous(), causal=True, q_len=1)
 
 
@@ -198,7 +197,6 @@ def cached_keys(kind: str, batch: int, length: int) -> FlashMask:
 
 
 def _shapes(a: argparse.Namespace) -> Iterator[Shape]:
-    """Yield the sizes of about `--tokens` tokens with `--hidden` numbers per token."""
     for dims in a.dims or [(64, 64), (128, 128)]:
         for length in a.lengths or [8192, 32768]:
             kv_heads = max(1, round(a.hidden / dims[0] / a.group))
@@ -271,19 +269,15 @@ def _short(a: argparse.Namespace) -> Iterator[Work]:
 
 def _decode(a: argparse.Namespace) -> Iterator[Work]:
     lengths = a.lengths or [1024, 4096, 16384, 65536, 131072]
-    for kind, kv_heads, batch, length in product(a.masks or GROUPS["decode"], (8, 32), a.batches or [1, 8], lengths):
-        make = partial(cached_keys, kind, batch, length)
-        yield Work(f"{batch} x {length}", kind, make, Shape(batch, 32, kv_heads, length, 128, 128))
+    for kv_heads, batch, length in product((8, 32), a.batches or [1, 8], lengths):
+        make = partial(cached_keys, batch, length)
+        yield Work(f"{batch} x {length}", "padding", make, Shape(batch, 32, kv_heads, length, 128, 128))
 
 
 def _sparse(a: argparse.Namespace) -> Iterator[Work]:
     heads = max(1, a.hidden * 3 // 4 // 64)
     for length in a.lengths or [1024 << i for i in range(6)]:
         yield Work(f"{length}", "causal", partial(masks.causal, length), Shape(4, heads, heads, length, 64, 64))
-
-
-GROUPS = {"decode": ["padding", "window", "full"], "ragged": list(dict.fromkeys(title.split()[0] for title in RAGGED))}
-"""What `--masks` names in the studies that have no families of `FAMILIES`."""
 
 
 class Study(NamedTuple):
@@ -293,7 +287,7 @@ class Study(NamedTuple):
     providers: Sequence[str]
     repeats: int
     clock: Callable[[Callable[[], object]], float] | None = milliseconds
-    """Clock of forward and backward; None times single calls on the device, the host and in a CUDA graph."""
+    """Clock of passes; None times single calls on the device, the host and in a CUDA graph."""
 
 
 STUDIES = {
@@ -305,13 +299,12 @@ STUDIES = {
     "plan": Study(_masks, ("flashmask",), 31, None),
     "dropout": Study(_dropout, ("flashmask", "flashmask_triton", "flashmask_dropout", "sdpa", "sdpa_dropout",
                                 "sdpa_dense", "sdpa_dense_dropout"), 5),
-    "sparse": Study(_sparse, ("sdpa", "cudnn", "flashmask", "hash_4", "hash_16", "hash_64", "hash_16_any", "drop_10",
-                              "drop_30", "drop_50", "drop_70"), 5),
+    "sparse": Study(_sparse, ("sdpa", "cudnn", "flashmask", "hash_16", "drop_30", "drop_50"), 5),
 }  # fmt: skip
 
 
 Prepared = tuple[Callable[[], Attention], Attention]
-"""Function that makes a provider's mask, and the attention under it."""
+"""Function that makes a mask, and the attention under it."""
 Figures = dict[str, list[dict[str, object]]]
 """Rows of figures by provider."""
 
@@ -321,12 +314,9 @@ Figures = dict[str, list[dict[str, object]]]
 
 def inputs(shape: Shape, q_len: int, device: str) -> list[Tensor]:
     """Draw q, k, v and the gradient of the output, laid out as in a model."""
-    sizes = ((q_len, shape.heads, shape.dim), (shape.length, shape.kv_heads, shape.dim),
-             (shape.length, shape.kv_heads, shape.v_dim), (q_len, shape.heads, shape.v_dim))  # fmt: skip
-    q, k, v, dout = (
-        torch.randn(shape.batch, length, heads, dim, device=device, dtype=torch.bfloat16).transpose(1, 2)
-        for length, heads, dim in sizes
-    )
+    batch, heads, kv_heads, kv_len, dim, v_dim = shape
+    sizes = (q_len, heads, dim), (kv_len, kv_heads, dim), (kv_len, kv_heads, v_dim), (q_len, heads, v_dim)
+    q, k, v, dout = (torch.randn(batch, *size, device=device, dtype=torch.bfloat16).transpose(1, 2) for size in sizes)
     return [*(x.requires_grad_() for x in (q, k, v)), dout]
 
 
@@ -337,7 +327,7 @@ def results_of(attend: Attention, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def corners(x: Tensor, kv_heads: int) -> list[Tensor]:
-    """Return the first key-value head of the first row and the last of the last row, [H, S, D]."""
+    """Return the first key-value head of the first row and the last of the last, [H, S, D]."""
     group = x.shape[1] // kv_heads
     return [x[0, :group], x[-1, -group:]]
 
@@ -350,12 +340,7 @@ def visible_in(case: Case, entry: int, head: int, rows: slice) -> Tensor:
     return FlashMask(one[None], case.mask.causal, q_len=case.mask.q_len).rows(rows).to_dense()[0]
 
 
-def exact(
-    case: Case,
-    dout: Tensor,
-    visible: Callable[[Case, int, int, slice], Tensor] = visible_in,
-    kept: Callable[[Case, int, int, slice], Tensor] | None = None,
-) -> list[Tensor]:
+def exact(case: Case, dout: Tensor, visible: Callable[[Case, int, int, slice], Tensor] = visible_in) -> list[Tensor]:
     """Compute output and gradients of both `corners` in float64, `EXACT_ROWS` rows at a time."""
     kv_heads, results = case.k.shape[1], []
     given = [corners(x.detach(), kv_heads) for x in (case.q, case.k, case.v, dout)]
@@ -367,8 +352,6 @@ def exact(
             seen = visible(case, place, place, rows)
             scores = (one @ two.mT * q.shape[-1] ** -0.5).masked_fill(~seen, float("-inf"))
             weights = scores.softmax(-1).masked_fill(~seen, 0.0)
-            if kept is not None:
-                weights = weights * kept(case, place, place, rows) / (1 - DROPOUT)
             out = weights @ three
             gradients = torch.autograd.grad(out, (one, two, three), upstream[:, rows].double())
             found[0][:, rows], found[1][:, rows] = out.detach(), gradients[0]
@@ -379,7 +362,7 @@ def exact(
 
 
 def error_of(one: Tensor, other: Tensor) -> float:
-    """Return the largest error of `BLOCK` rows of a head, relative to their norm and at least to the average norm."""
+    """Return the largest error of `BLOCK` rows, relative to their norm, or the mean norm if greater."""
 
     def norms(x: Tensor) -> Tensor:
         squares = x.double().square().sum(-1)
@@ -397,7 +380,7 @@ def difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
 
 
 def admit(name: str, case: Case, tensors: Sequence[Tensor], expected: Sequence[Tensor]) -> Prepared | str:
-    """Return what makes a provider's mask, and its attention, or why it is not timed."""
+    """Return what makes a provider's mask, and its attention, or the status."""
     provider, kv_heads = PROVIDERS[name], case.k.shape[1]
     if not provider.installed():
         return "not installed"
@@ -416,8 +399,8 @@ def admit(name: str, case: Case, tensors: Sequence[Tensor], expected: Sequence[T
         return f"failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
     if not provider.checked:
         return make, attend
-    if provider.visible is not None or provider.kept is not None:
-        expected = exact(case, tensors[3], provider.visible or visible_in, provider.kept)
+    if provider.visible is not None:
+        expected = exact(case, tensors[3], provider.visible)
     heads = [torch.cat(corners(x, kv_heads)) for x in found]
     return difference(heads, expected[: len(heads)]) or (make, attend)
 
@@ -434,19 +417,13 @@ def measure(study: Study, names: Sequence[str], work: Work, a: argparse.Namespac
     admitted = {name: admit(name, case, tensors, expected) for name in names}
     del expected
     table = {name: found for name, found in admitted.items() if not isinstance(found, str)}
-    pairs = sum(int((end - start).clamp(min=0).sum()) for start, end in mask.visible_intervals())
-    pairs /= mask.indices.shape[0] * mask.indices.shape[1]
-    sparsity, square = mask.sparsity(), rows * work.shape.length
-    batch, heads, kv_heads, length, dim, v_dim = work.shape
-    facts: dict[str, object] = {
-        "case": work.title, "mask": work.family, "length": length, "q_len": rows, "head_dim": dim, "v_head_dim": v_dim,
-        "heads": heads, "kv_heads": kv_heads, "batch": batch, "sparsity": round(sparsity, 4),
-        "visible_pairs": round(pairs / square, 4),
-    }  # fmt: skip
+    sparsity = mask.sparsity()
+    facts: dict[str, object] = {"case": work.title, "mask": work.family, "q_len": rows, **work.shape._asdict()}
+    facts["sparsity"] = round(sparsity, 4)
     if study.clock is None:
         figures = time_calls(table, case, tensors, a)
     else:
-        flops = work.shape.flops(square * (1 - sparsity)), work.shape.flops(pairs)
+        flops = work.shape.flops(rows * work.shape.length * (1 - sparsity))
         figures = time_passes(table, tensors, flops, study.clock, a)
     nothing = dict.fromkeys(CALL if study.clock is None else PASSES, "")
     found: list[dict[str, object]] = []
@@ -463,11 +440,11 @@ def measure(study: Study, names: Sequence[str], work: Work, a: argparse.Namespac
 def time_passes(
     table: dict[str, Prepared],
     tensors: Sequence[Tensor],
-    flops: tuple[tuple[float, float], tuple[float, float]],
+    flops: tuple[float, float],
     clock: Callable[[Callable[[], object]], float],
     a: argparse.Namespace,
 ) -> Figures:
-    """Return milliseconds and TFLOP/s (by tiles and by pairs) of both passes, and the mask's cost, by provider."""
+    """Return `PASSES` by provider."""
     *qkv, dout = tensors
     forward = interleaved_medians({n: partial(x, *qkv) for n, (_, x) in table.items()}, a.repeats, a.warmup, clock)
     outs = {n: x(*qkv) for n, (_, x) in table.items()}
@@ -477,16 +454,10 @@ def time_passes(
     found: Figures = {}
     for name, (make, _) in table.items():
         one, two = forward[name], backward[name]
-        (tiles, tiles_back), of_pairs = flops
-        rates = tiles / one, tiles_back / two, (tiles + tiles_back) / (one + two), sum(of_pairs) / (one + two)
-        milliseconds, mebibytes = mask_cost(make) if PROVIDERS[name].makes_mask else (0.0, 0.0)
-        found[name] = [
-            {
-                "forward_ms": round(one, 4), "backward_ms": round(two, 4),
-                **{rate: round(value / 1e9, 1) for rate, value in zip(RATES, rates, strict=True)},
-                "mask_ms": round(milliseconds, 3), "mask_mib": round(mebibytes, 2),
-            }
-        ]  # fmt: skip
+        cost = mask_cost(make) if PROVIDERS[name].makes_mask else (0.0, 0.0)
+        rates = (x / 1e9 for x in (flops[0] / one, flops[1] / two, sum(flops) / (one + two)))
+        values = zip(PASSES.items(), (one, two, *rates, *cost), strict=True)
+        found[name] = [{column: round(value, digits) for (column, digits), value in values}]
     return found
 
 
@@ -501,7 +472,7 @@ def mask_cost(make: Callable[[], Attention]) -> tuple[float, float]:
 
 
 def time_calls(table: dict[str, Prepared], case: Case, tensors: Sequence[Tensor], a: argparse.Namespace) -> Figures:
-    """Return microseconds of a forward, and of both passes unless it decodes, by provider."""
+    """Return `CALL` of a forward, and of both passes unless it decodes, by provider."""
     *qkv, dout = tensors
     layers = [tuple(qkv)]
     decodes = case.q.shape[2] == 1
@@ -516,9 +487,7 @@ def time_calls(table: dict[str, Prepared], case: Case, tensors: Sequence[Tensor]
         return attend(*given) if passes == "forward" else torch.autograd.grad(attend(*given), qkv, dout)
 
     public = {name: attend for name, (_, attend) in table.items()}
-    captured = public  # another commit makes a plan in every captured call, so this one does, too
-    if "commit" not in public:
-        captured = {name: planned(name, case) or attend for name, attend in public.items()}
+    captured = {name: planned(name, case) or attend for name, attend in public.items()}
     kinds = ["forward"] if decodes else ["forward", "both"]
     with torch.set_grad_enabled(not decodes):
         calls = {(n, kind): partial(call, x, kind) for n, x in public.items() for kind in kinds}
@@ -555,18 +524,13 @@ def measure_plan(work: Work, a: argparse.Namespace) -> list[dict[str, object]]:
 
 
 def summary(rows: Sequence[dict[str, object]]) -> str:
+    """Return the case, and the figures or the status of each provider."""
     shown = ("both_tflops", "forward_ms", "backward_ms") if "both_tflops" in rows[0] else CALL
     cells: list[str] = []
     for row in rows:
         figures, state = " / ".join(str(row[name]) for name in shown), str(row["status"]).partition(":")[0]
         cells.append(f"{row['provider']} {figures if state == 'timed' else state}")
-    timed: dict[object, Any] = {row["provider"]: row for row in rows if row["status"] == "timed"}
-    if {"flashmask", "commit"} <= set(timed):
-        times = [name for name in shown if name.endswith(("_ms", "_us")) and timed["commit"][name]]
-        ratios = [f"{timed['flashmask'][name] / timed['commit'][name]:.3f}" for name in times]
-        cells.append(f"here over commit {' / '.join(ratios)}")
-    first = rows[0]
-    return f"{first['case']}, {first['length']} {first['head_dim']}/{first['v_head_dim']}: {', '.join(cells)}"
+    return f"{rows[0]['case']}, {rows[0]['length']} {rows[0]['head_dim']}/{rows[0]['v_head_dim']}: {', '.join(cells)}"
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -574,7 +538,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("study", nargs="?", default="masks", choices=STUDIES)
     parser.add_argument("--masks", nargs="+", help="families of masks, or groups of the study ragged")
     parser.add_argument("--mask", metavar="FILE.py:FUNCTION", help="a mask of your own: tokens -> FlashMask")
-    parser.add_argument("--providers", nargs="+", choices=[*PROVIDERS, "commit"])
+    parser.add_argument("--providers", nargs="+", choices=PROVIDERS)
     parser.add_argument("--lengths", nargs="+", type=int, help="tokens of a row")
     parser.add_argument("--dims", nargs="+", type=widths, help="such as 128 or 192/128")
     parser.add_argument("--batches", nargs="+", type=int, help="rows of a call of the studies short and decode")
@@ -583,20 +547,17 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=65536, help="tokens of all rows of a case; at least one row")
     parser.add_argument("--repeats", type=int)
     parser.add_argument("--warmup", type=int, default=1, help="turns before them, beside the one that is checked")
-    parser.add_argument("--commit", help="another commit of this package, for the provider `commit`")
     a = parsed(parser, argv)
     study = STUDIES[a.study]
     a.repeats = a.repeats or study.repeats
-    a.providers = a.providers or (["flashmask", "commit"] if a.commit else study.providers)
-    if a.commit:
-        add_commit(a.commit)
+    a.providers = a.providers or study.providers
     if a.mask:
         file, _, function = a.mask.partition(":")
         own = runpy.run_path(file)[function]
         FAMILIES[function] = lambda length, generator: own(length)
         a.masks = [function]
-    known = GROUPS.get(a.study, [*FAMILIES, *OTHERS])
-    if not set(a.masks or ()) <= set(known):
+    known = {title.split()[0] for title in RAGGED} if a.study == "ragged" else {*FAMILIES, *OTHERS}
+    if not set(a.masks or ()) <= known:
         parser.error(f"--masks of {a.study} are {', '.join(sorted(known))}")
     if a.study == "plan":
         a.lengths, a.dims = a.lengths or [1024, 8192, 32768, 131072], [(64, 64)]

@@ -52,7 +52,7 @@ class Batch:
 
 
 def draw_row(length: int, vocab: int, device: str, generator: torch.Generator) -> tuple[dict[str, Tensor], list[Batch]]:
-    """Draw documents of `length` tokens in all; return their packed row, and the same noise in padded batches."""
+    """Draw documents of `length` tokens in all: a packed row, and the same noise in padded batches."""
     collate = DataCollatorForBlockDiffusion(
         mask_token_id=vocab - 1, block_size=BLOCK, completion_only_loss=False, levels=(0.3, 0.8), seed=0
     )

@@ -3,8 +3,8 @@
     python recipes/benchmarks/convergence.py --csv results/convergence_cpu.csv
     python recipes/benchmarks/convergence.py --tasks dpo --seeds 1 --steps 20
 
-Figure 3 of the FlashMask paper on a tiny Llama and Python's documentation, in float32 and with PyTorch's deterministic
-algorithms, on the GPU if there is one. A seed sets the order of the data and all new weights. Curves:
+Figure 3 of the FlashMask paper on a tiny Llama and Python's documentation, in float32 with deterministic algorithms. A
+seed sets the order of the data and all new weights. Curves:
 
 - `flashmask`: this package's trainer. `flashmask_again`, of the first seed: the same run once more.
 - `flashmask_unskipped`: the same kernels, which walk hidden tiles, too. The Hopper kernels cannot, so on a GPU
@@ -46,7 +46,7 @@ import data
 TASKS = ("sft", "lora", "dpo", "reward")
 CURVES = ("flashmask", "flashmask_again", "flashmask_portable", "flashmask_unskipped", "sdpa", "trl")
 BOUND, EARLY = 1e-3, 50
-"""Largest difference of two losses that passes, and the number of steps of which it is asked."""
+"""Largest difference of two losses, in this number of first steps."""
 
 SHORT = {"max_length": 384, "truncation_mode": "keep_start"}  # rows of several documents
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -111,7 +111,7 @@ def curve(task: str, name: str, seed: int, model_path: str, steps: int) -> list[
 
 
 def compare(task: str, seed: int, steps: int, *, again: bool = True) -> tuple[list[dict[str, object]], list[str]]:
-    """Train all curves of a task; return a row of losses per step, and the faults."""
+    """Train the curves of a task; return a row of losses per step, and the faults."""
     with tempfile.TemporaryDirectory() as path:
         data.build_model(path, initializer_range=0.02)  # for which the learning rates were chosen
         curves = {name: curve(task, name, seed, path, steps) for name in curves_of(task, again)}
@@ -122,7 +122,7 @@ def compare(task: str, seed: int, steps: int, *, again: bool = True) -> tuple[li
 
 
 def faults_of(curves: Mapping[str, list[float]], steps: int, bound: float = BOUND) -> Iterator[str]:
-    """Yield a sentence for each fault of the curves (losses by name)."""
+    """Yield the faults of the curves, losses by name."""
     skipping = "flashmask_portable" if "flashmask_portable" in curves else "flashmask"
     equal = {"flashmask_again": "flashmask", "flashmask_unskipped": skipping}
     tenth = max(1, steps // 10)

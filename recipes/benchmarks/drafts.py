@@ -4,13 +4,11 @@
     python recipes/benchmarks/drafts.py --lengths 256 --blocks 4 --device cpu --providers flashmask  # tries the program
 
 A turn is the forward and backward of one training step's attention in bfloat16, with the heads of Llama-3.1-8B (32
-query heads, 8 key-value heads, head dim 128), on a packed row of four documents:
-
-- `eagle3`: a layer in 7 steps, step k over the keys of the steps 0..k.
-- `dflash`: a layer on blocks of 16 draft tokens, over the row and themselves.
+query heads, 8 key-value heads, head dim 128), on four documents: `eagle3` is a layer in 7 steps, step k over the keys
+of steps 0..k; `dflash` a layer on blocks of 16 draft tokens, over the row and themselves.
 
 `flashmask` makes one mask per turn. `flex_attention` runs as SpecForge calls it: keys of all steps concatenated, and a
-`BlockMask` per step, made by compiled code. Both are compiled. Results are compared before they are timed.
+compiled `BlockMask` per step. Gradients are compared before they are timed.
 """
 
 from __future__ import annotations
@@ -18,9 +16,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 
 import torch
-from harness import GIB, Results, attempt, flags, free_memory, interleaved_medians, parsed, random_lengths, time_left
+from harness import GIB, Results, first_results, flags, free_memory, in_turns, parsed, random_lengths, time_left
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -52,7 +52,7 @@ class Case:
 
 
 Step = Callable[[Case, list[Tensor]], Tensor]
-"""From queries, keys and values to the sum of outputs, weighted by step, float32."""
+"""From queries, keys and values to the weighted sum of outputs, float32."""
 
 
 def eagle3_flashmask(case: Case, tensors: list[Tensor]) -> Tensor:
@@ -106,7 +106,7 @@ TASKS: dict[str, dict[str, Step]] = {
 
 
 def tensors_of(task: str, length: int, a: argparse.Namespace) -> list[Tensor]:
-    """Return queries, then keys, then values, of each step of EAGLE-3, [1, heads, rows, WIDTH]."""
+    """Return queries, keys and values, each of all steps, [1, heads, rows, WIDTH]."""
     generator, dtype = torch.Generator().manual_seed(0), torch.bfloat16 if a.device == "cuda" else torch.float32
     rows = [(HEADS, length), (KV_HEADS, length), (KV_HEADS, length)]
     if task == "dflash":
@@ -126,33 +126,27 @@ def measure(task: str, length: int, a: argparse.Namespace) -> list[dict[str, obj
     def turn(name: str) -> list[Tensor]:
         return [x.detach() for x in torch.autograd.grad(TASKS[task][name](case, tensors), tensors)]
 
-    peaks: dict[str, float] = {}
-    results: list[list[Tensor]] = []
-    case_of_row: dict[str, object] = {"task": task, "length": length, "blocks": a.blocks}
-    rows = [case_of_row | {"implementation": x} for x in a.providers]
-    for row in rows:
-        name = str(row["implementation"])
-        found = attempt(lambda name=name: turn(name))  # compiles
-        free_memory()
-        before = torch.cuda.memory_allocated() if a.device == "cuda" else 0
-        found = found if isinstance(found, str) else attempt(lambda name=name: turn(name))
-        row["status"] = found if isinstance(found, str) else "timed"
-        if not isinstance(found, str):
-            results.append(found[0])
-            peaks[name] = found[2] - before / GIB
-    for other in results[1:]:
-        for i, (x, y) in enumerate(zip(results[0], other, strict=True)):
+    calls = {name: partial(turn, name) for name in a.providers}
+    results, found = first_results(calls)
+    for first, other in pairwise(results.values()):
+        for i, (x, y) in enumerate(zip(first, other, strict=True)):
             far = ((x - y).float().norm() / y.float().norm()).item()
             if far > FAR:
                 raise SystemExit(f"{task}, {length} tokens: gradient {i} differs by {far:.3f} between providers")
+    measured = {name: calls[name] for name in results}
     del results
-    medians = interleaved_medians({name: lambda name=name: turn(name) for name in peaks}, a.repeats)
-    return [
-        row | {"milliseconds": round(medians[name], 2), "peak_gib": round(peaks[name], 2)}
-        if (name := str(row["implementation"])) in medians
-        else row | {"milliseconds": "", "peak_gib": ""}
-        for row in rows
-    ]
+    free_memory()
+    before = torch.cuda.memory_allocated() / GIB if a.device == "cuda" else 0.0
+    found |= in_turns(measured, a.repeats, a)
+    rows = []
+    for name in a.providers:
+        row = {"task": task, "length": length, "blocks": a.blocks, "implementation": name}
+        made = found[name]
+        row |= {"status": made if isinstance(made, str) else "timed", "milliseconds": "", "peak_gib": ""}
+        if not isinstance(made, str):
+            row |= {"milliseconds": round(1000 * made.seconds, 2), "peak_gib": round(made.peak_gib - before, 2)}
+        rows.append(row)
+    return rows
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -4,38 +4,36 @@
     python recipes/benchmarks/embeddings.py --shapes bert-base --cases sentences --pairs 32 512
     python recipes/benchmarks/embeddings.py --shapes bert-tiny tiny --pairs 8 --query 32 --document 16 --device cpu
 
-A step is forward and backward of the loss on a batch that is on the device, without optimizer. Models have random
-weights, in bfloat16 (float32 on a CPU), without dropout; decoders learn with gradient checkpointing. Real tokens count
-a query once for each of its documents, and no padding.
+A step is forward and backward of the loss, without optimizer. Models have random weights, in bfloat16 (float32 on a
+CPU), without dropout; decoders learn with gradient checkpointing. Real tokens count a query once for each document, and
+no padding.
 
-Cases: `sentences` and `passages` learn by in-batch negatives (MultipleNegativesRankingLoss), a forward per column.
-Encoders average a text's tokens, decoders take its last. Both sides of `sentences` have 5 to 197 tokens (log-normal,
-median 14, mean 18.6, as docstrings); `passages` have sentences on one side, and texts of 16 to 512 tokens (median 100)
-on the other. `rerank` learns which of 16 documents fits a query (softmax of log-odds of two tokens); `rerank_scores`
-scores them without gradients.
+Cases: `sentences` and `passages` learn by in-batch negatives (MultipleNegativesRankingLoss). Encoders average a text's
+tokens, decoders take its last. `sentences` have 5 to 197 tokens (log-normal, median 14, as docstrings); `passages` have
+texts of 16 to 512 tokens (median 100) on one side. `rerank` learns which of 16 documents fits a query;
+`rerank_scores` scores them without gradients.
 
-Providers: `flashmask` runs flat rows, and computes a reranker's query once (`share_prefixes`). `sdpa` and
-`flash_attention_2`, `_3` and `_4` pad; `_flat` runs FlashAttention on flat rows. Their outputs must agree before: the
-difference must be less than a fifth of what another text makes.
+`flashmask` runs flat rows, and computes a reranker's query once (`share_prefixes`). `sdpa` and `flash_attention_2`,
+`_3` and `_4` pad; `_flat` runs FlashAttention on flat rows. Outputs must differ before by less than a fifth of what
+another text makes.
 """
 
 # pyright: reportPrivateImportUsage=false
 
 from __future__ import annotations
 
-import random
-import statistics
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from harness import Results, attempt, available, flags, free_memory, parsed, time_left
+from harness import Measured, Results, available, first_results, flags, free_memory, in_turns, parsed, time_left
 from shapes import SHAPES, build_model
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM
 
 from flashmask_hf import share_prefixes
+from flashmask_hf.sharing import _pack
 
 PADDED = ("sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 PROVIDERS = ("flashmask", *PADDED, *(f"{name}_flat" for name in PADDED[1:]))
@@ -46,21 +44,19 @@ RATE = "tokens_per_second"
 
 
 def draw_texts(case: str, count: int, vocab: int, generator: torch.Generator) -> list[Tensor]:
-    """Draw token ids of texts."""
     median, sigma, least, most = LENGTHS[case]
     lengths = (median * (sigma * torch.randn(count, generator=generator)).exp()).round().clamp(least, most)
     return [torch.randint(10, vocab, (int(n),), generator=generator) for n in lengths]
 
 
 def padded(texts: Sequence[Tensor], device: str) -> dict[str, Tensor]:
-    """Return texts as a batch, padded on the right."""
     ids = nn.utils.rnn.pad_sequence([*texts], batch_first=True).to(device)
     ends = torch.tensor([len(text) for text in texts], device=device)
     return {"input_ids": ids, "attention_mask": (torch.arange(ids.shape[1], device=device) < ends[:, None]).long()}
 
 
 def flat(texts: Sequence[Tensor], device: str) -> dict[str, Any]:
-    """Return texts as the flat row that sentence-transformers makes."""
+    """Return texts as sentence-transformers' flat row."""
     bounds = torch.tensor([0, *(len(text) for text in texts)]).cumsum(0).int().to(device)
     positions = torch.cat([torch.arange(len(text)) for text in texts])[None].to(device)
     row = {"input_ids": torch.cat([*texts])[None].to(device), "position_ids": positions}
@@ -82,7 +78,7 @@ class Embedder:
         self.batches = {form: [form(texts, a.device) for texts in columns] for form in (padded, flat)}
 
     def outputs(self, provider: str) -> Tensor:
-        """Return the embeddings of both columns, one column after the other, [2 * pairs, D]."""
+        """Return the embeddings of both columns, [2 * pairs, D]."""
         self.model.set_attn_implementation(provider.removesuffix("_flat"))
         form, found = padded if provider in PADDED else flat, []
         options = {} if self.averages else {"use_cache": False}
@@ -125,6 +121,7 @@ class Reranker:
     def outputs(self, provider: str) -> Tensor:
         """Return the scores, [queries * documents, 1]."""
         self.model.set_attn_implementation(provider)
+        _pack.cache_clear()  # a new batch, whose prefixes are found anew
         logits = self.model(input_ids=self.ids.clone(), use_cache=False, logits_to_keep=1).logits[:, -1].float()
         return logits[:, YES : YES + 1] - logits[:, NO : NO + 1]
 
@@ -134,47 +131,36 @@ class Reranker:
 
 
 def measure(case: str, bench: Any, providers: Sequence[str], a: Any) -> list[dict[str, Any]]:
-    """Compare the providers, and return a row of figures per provider."""
-    found: dict[str, dict[str, Any]] = {name: {} for name in providers}
-    values: dict[str, Tensor] = {}
 
     def step(name: str) -> Tensor:
         with torch.set_grad_enabled(case != "rerank_scores"):
             outputs = bench.outputs(name)
             if outputs.requires_grad:
                 bench.loss(outputs).backward()
-        bench.model.zero_grad(set_to_none=True)
         return outputs.detach()
 
-    for name in providers:
-        made = attempt(partial(step, name))
-        if isinstance(made, str):
-            found[name] = {RATE: made}
-        else:
-            values[name] = made[0]
+    def size(x: Tensor) -> float:
+        return float(x.square().mean().sqrt())
+
+    calls, clean = {name: partial(step, name) for name in providers}, partial(bench.model.zero_grad, set_to_none=True)
+    values, found = first_results(calls, clean)
+    differences = dict.fromkeys(providers, 0.0)
     for name, outputs in values.items():
         first = next(iter(values.values()))
-        others = float((first - first.roll(1, 0)).square().mean().sqrt())
-        found[name] = {"difference": float((outputs - first).square().mean().sqrt()) / others}
-        if not found[name]["difference"] < 0.2:
-            raise SystemExit(f"the outputs of the providers disagree: {found}")
-    steps: dict[str, list[tuple[float, float]]] = {name: [] for name in values}
-    order = random.Random(0)
-    for turn in range(a.turns):
-        if turn and time_left(a) <= 0:
-            break
-        for name in order.sample(list(steps), len(steps)):
-            made = attempt(partial(step, name))
-            if not isinstance(made, str):
-                steps[name].append(made[1:])
+        differences[name] = size(outputs - first) / size(first - first.roll(1, 0))
+        if not differences[name] < 0.2:
+            raise SystemExit(f"the outputs of the providers disagree: {differences}")
+    found |= in_turns({name: calls[name] for name in values}, a.turns, a, clean)
     rows = []
-    for name, figures in found.items():
-        one = steps.get(name, [])
-        seconds = statistics.median([x for x, _ in one]) if one else 0.0
+    for name in providers:
+        made, rate = found[name], found[name]
+        if isinstance(made, str):
+            made = Measured(0.0, 0.0, 0)
+        else:
+            rate = round(bench.tokens / made.seconds)
         row = {"tokens": bench.tokens, "padding": round(1 - bench.tokens / bench.slots, 3), "provider": name}
-        row |= {RATE: round(bench.tokens / seconds) if one else figures[RATE], "milliseconds": round(1000 * seconds, 2)}
-        row |= {"peak_gib": round(max((x for _, x in one), default=0), 2), "turns": len(one)}
-        rows.append(row | {"difference": f"{figures.get('difference', 0):.2g}"})
+        row |= {RATE: rate, "milliseconds": round(1000 * made.seconds, 2), "peak_gib": round(made.peak_gib, 2)}
+        rows.append(row | {"turns": made.turns, "difference": f"{differences[name]:.2g}"})
     return rows
 
 

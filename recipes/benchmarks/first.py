@@ -3,10 +3,9 @@
     python recipes/benchmarks/first.py call --csv results/first_call_h200.csv
     python recipes/benchmarks/first.py step --csv results/first_step_cpu.csv
 
-`call` runs forward and backward of one row of 4,096 tokens, 16 heads of 128, bfloat16, under a causal mask of two
-documents, with an empty and with a full cache of compiled kernels on disk, each in a process of its own. `import_s` is
-the import of this package after torch, transformers and CUDA, `first_s` the first forward and backward, `second_ms` the
-next.
+`call` runs forward and backward of 4,096 tokens, 16 heads of 128, bfloat16, two causal documents, with an empty and a
+full cache of compiled kernels on disk, each in a process of its own. `import_s` is the import of this package after
+torch, transformers and CUDA, `first_s` the first forward and backward, `second_ms` the next.
 
 `step` clones this checkout's last commit, runs `make demo` there with a new environment, and times what it prints.
 """
@@ -75,7 +74,7 @@ def passed(command: list[str], folder: Path) -> dict[str, float]:
     """Run a command, and return the seconds after which each of `STAGES` was over.
 
     Raises:
-        RuntimeError: the command failed, or printed nothing of a stage; the message has the end of its output.
+        RuntimeError: the command failed, or printed nothing of a stage.
     """
     start, found, printed = time.monotonic(), dict[str, float](), b"\n"
     with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as running:

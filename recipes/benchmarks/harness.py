@@ -1,4 +1,4 @@
-"""What the benchmarks share: their flags, clocks, interleaved medians, and CSV rows with hardware and versions.
+"""Flags, clocks, turns, and CSV rows with hardware and versions of all benchmarks.
 
 The environment variable COMMIT names the commit in the rows of a copied tree, where git does not know it.
 """
@@ -37,7 +37,6 @@ _order = random.Random(0)  # of the providers in a turn
 
 
 def flags(doc: str | None, *, deadline: bool = False) -> argparse.ArgumentParser:
-    """Return a parser with the flags of every benchmark, `--csv` and `--device`, and `--deadline` if it is read."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--csv", help="file to write the rows to, as soon as they are measured")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu only tries the program")
@@ -77,7 +76,7 @@ def conditions() -> dict[str, str]:
 
 
 def milliseconds(function: Callable[[], object]) -> float:
-    """Return the milliseconds of a call: between events, or by the host's clock without a GPU."""
+    """Return the milliseconds of a call between events, or by the host's clock without a GPU."""
     if not torch.cuda.is_available():
         return host_milliseconds(function)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -109,10 +108,7 @@ def interleaved_medians(
     warmup: int = 2,
     clock: Callable[[Callable[[], object]], float] = milliseconds,
 ) -> dict[Case, float]:
-    """Return the median milliseconds of each provider.
-
-    Providers run in turns, so drift affects all alike, in random order, since a GPU at its power limit slows the next.
-    """
+    """Return the median milliseconds of providers in turns of random order: a GPU at its power limit slows the next."""
     for _ in range(warmup):
         for function in providers.values():
             function()
@@ -176,13 +172,28 @@ class Measured(NamedTuple):
     turns: int
 
 
-def in_turns(
-    calls: Mapping[str, Callable[[], object]], turns: int, a: argparse.Namespace, clean: Callable[[], object]
-) -> dict[str, Measured | str]:
-    """Measure calls in turns of random order, until `--deadline`; `clean` runs after each, and is not timed.
+def first_results(
+    calls: Mapping[str, Callable[[], Any]], clean: Callable[[], object] = lambda: None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the results of first calls, and the reasons of those that failed; `clean` follows each."""
+    results, failed = {}, {}
+    for name, call in calls.items():
+        made = attempt(call)
+        clean()
+        if isinstance(made, str):
+            failed[name] = made
+        else:
+            results[name] = made[0]
+    return results, failed
 
-    Returns the reason in place of the figures of a call that failed.
-    """
+
+def in_turns(
+    calls: Mapping[str, Callable[[], object]],
+    turns: int,
+    a: argparse.Namespace,
+    clean: Callable[[], object] = lambda: None,
+) -> dict[str, Measured | str]:
+    """Measure calls in turns of random order until `--deadline`; of a call that fails, return the reason."""
     steps: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
     found: dict[str, Measured | str] = {}
     for turn in range(turns):
@@ -196,15 +207,11 @@ def in_turns(
                 del steps[name]
             else:
                 steps[name].append(made[1:])
+            del made  # whose result would count in the next peak
     for name, one in steps.items():
         seconds, peaks = zip(*one, strict=True)
         found[name] = Measured(statistics.median(seconds), max(peaks), len(one))
     return found
-
-
-def gradient_norm(model: torch.nn.Module) -> float:
-    norm: Any = torch.nn.utils.get_total_norm([x.grad for x in model.parameters() if x.grad is not None])
-    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
 
 def available(names: Sequence[str], device: str) -> list[str]:
@@ -222,9 +229,10 @@ def available(names: Sequence[str], device: str) -> list[str]:
 
 
 def random_lengths(total: int, count: int, generator: torch.Generator, minimum: int = 128) -> list[int]:
-    """Draw `count` document lengths of at least `minimum` tokens that sum to `total` (FlashMask, appendix A.2.1).
+    """Draw up to `count` document lengths of at least `minimum` tokens that sum to `total` (FlashMask, appendix A.2.1).
 
-    Fewer are drawn if `count` do not fit. A row shorter than `minimum` raises ValueError.
+    Raises:
+        ValueError: `total` is less than `minimum`.
     """
     if total < minimum:
         raise ValueError(f"a row must have at least {minimum} tokens, the shortest document, got {total}")
@@ -235,13 +243,13 @@ def random_lengths(total: int, count: int, generator: torch.Generator, minimum: 
 
 
 class Results:
-    """Rows of figures, printed and written as soon as they are measured."""
+    """Rows of figures, printed and written as they are measured."""
 
     def __init__(self, path: str | Path | None):
         self.path, self.rows = path, list[dict[str, object]]()
 
     def add(self, found: Sequence[Mapping[str, object]], *, silent: bool = False) -> None:
-        """Print one line per row unless `silent`, and write all rows; a row's own conditions stay."""
+        """Print rows unless `silent`, and write all; a row's own conditions stay."""
         for row in [] if silent else found:
             print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
         here = conditions()

@@ -1,4 +1,7 @@
-"""Random conversations with images: a packed row of them, and padded batches as TRL's collator makes them."""
+"""Random conversations with images, in a packed row and in padded batches as of TRL's collator.
+
+Turns have 32 to 4,096 tokens (log-normal, median 256), images 64 to 1,024 (of Gemma: 256).
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ def draw(length: int, share: float, sides: tuple[int, int], generator: torch.Gen
 
 
 class Conversations:
-    """Conversations for a vision-language model: Qwen2.5-VL, or Gemma 3, whose images have one size.
+    """Conversations for Qwen2.5-VL, or for Gemma 3, whose images have one size.
 
     Attributes:
         has_axes: whether tokens have positions along axes.
@@ -73,8 +76,8 @@ class Conversations:
         """Draw a row of `length` tokens.
 
         Returns:
-            dict: "packed", "batches" and "single", each a list of batches without pixels, with their slices of
-            `pixels`; and the numbers of "labels" and of "images".
+            dict: "packed", "batches" and "single", lists of batches with their slices of `pixels`; and the numbers of
+            "labels" and "images".
         """
         drawn = draw(length, share, self.sides, generator)
         documents = [self.document(*one, generator) for one in drawn]

@@ -7,11 +7,9 @@ r"""Train on rows of hundreds of thousands of tokens: speed, memory, and the lon
         --tokens 544768 --host_gib 40   # a row over two GPUs; host_gib is per GPU, as are the figures of memory
 
 Each run is `PackedSFTTrainer` with `LongRows`, on random weights under autocast: adapters of rank 16 over bfloat16, or
-all weights in float32 (`--full`). A step is one row of `--documents` documents of random lengths, or of equal lengths
-with `--equal`.
+all weights in float32 (`--full`). A step is one row of `--documents` documents of random or equal (`--equal`) lengths.
 
-`longest` is the longest row that fits, by the measure of short rows. With one step, the speed is the speed of a first
-step, in which the host's memory is pinned.
+`longest` is the longest row that fits, by the measure of short rows. The first step pins the host's memory.
 """
 
 # pyright: reportPrivateImportUsage=false

@@ -3,8 +3,8 @@
     python recipes/benchmarks/packing.py --csv packing.csv
 
 TRL's "bfd" and `pack_dataset` each pack a dataset on disk in a process of their own. Documents have about 5,100 tokens
-on average (a log-normal distribution, cut at the row). Columns: seconds, the peak memory over the memory before packing
-(pages of the source's file included), and the fraction of the rows that holds tokens.
+on average (log-normal, cut at the row). Columns: seconds, the peak memory over the memory before, and the fraction of
+the rows that holds tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from harness import Results, flags
 from flashmask_hf.collators import pack_dataset
 
 LONG_ROW = 32_768
-"""Number of tokens of a row of the large dataset."""
 
 PACKERS: dict[str, Any] = {
     "TRL bfd": functools.partial(trl.pack_dataset, strategy="bfd"),  # pyright: ignore[reportPrivateImportUsage]

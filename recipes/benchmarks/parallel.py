@@ -133,7 +133,7 @@ class Bench:
                 raise SystemExit(f"the providers disagree: {found}")
 
     def exchange_seconds(self, provider: str, row: dict[str, Tensor]) -> float:
-        """Return the seconds of all layers' exchanges in a step, with the recomputed forwards."""
+        """Return the seconds of all exchanges in a step, with recomputed forwards."""
         config, dtype = self.config, torch.bfloat16 if self.device.type == "cuda" else torch.float32
         tokens = row[VECTORS].shape[2] // self.size
 
@@ -269,7 +269,7 @@ class PreferenceBench(Bench):
 
 
 def drop_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Make a layer's attention causal without a mask, as accelerate's hook for context parallelism does."""
+    """Make a layer causal without a mask, as accelerate's hook for context parallelism does."""
     return args, kwargs | {"attention_mask": None, "is_causal": True}
 
 

@@ -1,14 +1,13 @@
 """Attention functions that `attention.py` times, behind one interface, and the forms of a mask that they need.
 
 - `flashmask`, `flashmask_deterministic`, `flashmask_triton` (the portable kernels): `flashmask_attention`.
-- `flex_attention`, `flex_flash`: FlexAttention with its Triton and with its FlashAttention-4 backend (flash-attn-4).
+- `flex_attention`, `flex_flash`: FlexAttention with its Triton and its FlashAttention-4 backend (flash-attn-4).
 - `fa4`: FlashAttention-4 (flash-attn-4): dense for full, causal and sliding-window masks, varlen for documents.
 - `cudnn_flex`: `cudnn.flex_attention` (nvidia-cudnn-frontend 1.32).
-- `cudnn`, `sdpa` (FlashAttention-2): PyTorch's SDPA, for full and causal masks; `sdpa_dense`: with a dense mask.
-- `hash_N`, `drop_P`: `flashmask_hf.sparse` with N random buckets per head (`_any`: without `n_buckets`), or with P
-  percent of the queries and keys of each head dropped.
-- `flashmask_dropout` (the portable kernels), `sdpa_dropout` and `sdpa_dense_dropout`: with attention dropout 0.1.
-- `commit`: `flashmask_attention` of another commit.
+- `cudnn`, `sdpa` (FlashAttention-2): SDPA, for full and causal masks; `sdpa_dense`: with a dense mask.
+- `hash_16`, `drop_30`, `drop_50`: `flashmask_hf.sparse` with 16 random buckets per head, or with that percentage of the
+  queries and keys of each head dropped.
+- `flashmask_dropout` (the portable kernels), `sdpa_dropout`, `sdpa_dense_dropout`: with dropout 0.1.
 """
 
 # pyright: reportMissingImports=false
@@ -17,20 +16,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import io
-import subprocess
-import sys
-import tarfile
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -40,14 +32,12 @@ from flashmask_hf import FlashMask, flashmask_attention, sparse
 from flashmask_hf._call.arguments import Arguments
 from flashmask_hf._call.call import resolve
 from flashmask_hf._call.operators import flash_attn_forward, plan_of
-from flashmask_hf.dropout import BLOCK, kept_blocks
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-ROOT = Path(__file__).parents[2]
 ROWS = 1024  # query rows that are dense at a time when a mask is converted
 DENSE_LIMIT = 8192  # most query rows that `sdpa_dense` runs
-DROPOUT, SEED = 0.1, 2**40 + 7  # of the providers with dropout
+DROPOUT = 0.1
 BOUNDS_LIMIT = 2**31  # numbers in a table of row bounds; kernels index it with 32 bits
 
 
@@ -71,15 +61,14 @@ class Provider:
     """An attention function.
 
     Attributes:
-        prepare: returns for a case a function that makes the provider's form of the mask and returns the attention
-            under it. Raises `CannotExpress` if the mask has no such form.
+        prepare: returns a function that makes the provider's mask of a case and returns the attention under it; raises
+            `CannotExpress` if there is no such mask.
         module: the module that must be installed, or "".
         package: the distribution whose version a row names, "cudnn" for PyTorch's cuDNN, or "".
-        makes_mask: whether a new mask costs the provider time.
-        visible: the provider's own mask of a case, batch entry, key-value head and query rows, bool [group, rows, Skv];
-            None for the case's mask.
-        kept: the pairs that dropout keeps, likewise, or None.
-        checked: whether results are compared.
+        makes_mask: whether a new mask costs time.
+        visible: the visible pairs of a case, batch entry, key-value head and query rows, bool [group, rows, Skv]; None
+            for the case's mask.
+        checked: whether results are compared; each provider with dropout draws its own pattern.
     """
 
     prepare: Callable[[Case], Callable[[], Attention]]
@@ -87,7 +76,6 @@ class Provider:
     package: str = ""
     makes_mask: bool = True
     visible: Callable[[Case, int, int, slice], Tensor] | None = None
-    kept: Callable[[Case, int, int, slice], Tensor] | None = None
     checked: bool = True
 
     def installed(self) -> bool:
@@ -123,9 +111,9 @@ def visible_pairs(mask: FlashMask) -> Callable[[Tensor, Tensor, Tensor, Tensor],
 
 
 def row_bounds(mask: FlashMask, copies: int = 1) -> Tensor:
-    """Return the keys that each query row sees as bounds of intervals, the mask of `cudnn.flex_attention`.
+    """Return the mask of `cudnn.flex_attention`: row i sees the keys [0, F[0, i]), [F[1, i], F[2, i]) and so on.
 
-    Row i sees the keys [0, F[0, i]), [F[1, i], F[2, i]) and so on. The last bound is repeated in rows with fewer.
+    The last bound is repeated in rows with fewer.
 
     Returns:
         F, int32 [2k + 1, copies * Sq], for a mask of one batch entry and head, and `copies` batch entries.
@@ -145,23 +133,17 @@ def row_bounds(mask: FlashMask, copies: int = 1) -> Tensor:
 
 
 def document_bounds(mask: FlashMask, copies: int = 1) -> Tensor:
-    """Return the bounds of the documents of a document mask over `copies` batch entries: int32 [documents + 1]."""
+    """Return the bounds of the documents of `copies` batch entries, int32 [documents + 1]."""
     ends = mask.indices[0, 0, :, 0].unique_consecutive()  # each key is hidden from the end of its document on
     starts = torch.cat([ends.new_zeros(1), ends[:-1]]) + mask.kv_len * ends.new_tensor(range(copies))[:, None]
     return torch.cat([starts.flatten(), starts.new_tensor([mask.kv_len * copies])]).int()
 
 
-def _flashmask(
-    case: Case, impl: str | None = None, deterministic: bool = False, package: Any = None, dropout: float = 0.0
-) -> Callable[[], Attention]:
-    options: dict[str, Any] = {"impl": impl, "deterministic": deterministic}
-    if dropout:
-        options |= {"dropout": dropout, "dropout_seed": torch.tensor([SEED], device=case.q.device)}
+def _flashmask(case: Case, **options: Any) -> Callable[[], Attention]:
+    if "dropout" in options:
+        options["dropout_seed"] = torch.tensor([0], device=case.q.device)
 
     def make() -> Attention:
-        if package is not None:
-            other = package.FlashMask(case.mask.indices.clone(), case.mask.causal)
-            return lambda q, k, v: package.flashmask_attention(q, k, v, other)
         fresh = FlashMask(case.mask.indices, case.mask.causal)  # without a cached plan
         plan_of(fresh, case.mask.row_count())
         return lambda q, k, v: flashmask_attention(q, k, v, fresh, **options)
@@ -169,20 +151,8 @@ def _flashmask(
     return make
 
 
-def kept_pairs(case: Case, entry: int, head: int, rows: slice) -> Tensor:
-    """Return the pairs that `flashmask_dropout` keeps, as `Provider.kept`."""
-    batch, heads, device = case.q.shape[0], case.q.shape[1], case.q.device
-    group, kv_len = heads // case.k.shape[1], case.k.shape[2]
-    of_group = torch.arange(heads, device=device)[head * group :][:group]
-    row_blocks = torch.arange(rows.start, rows.stop, BLOCK, device=device) // BLOCK
-    key_blocks = torch.arange(0, kv_len, BLOCK, device=device) // BLOCK
-    seed = torch.tensor([SEED], device=device)
-    kept = kept_blocks(seed, DROPOUT, entry % batch, of_group, row_blocks, key_blocks)
-    return kept[:, : rows.stop - rows.start, :kv_len]
-
-
 def planned(name: str, case: Case) -> Attention | None:
-    """Return flashmask with a plan made before a graph's capture, as a model's layers have it; None for others."""
+    """Return flashmask with a plan made before, as a model's layers have it; None for others."""
     impl = {"flashmask": None, "flashmask_triton": "triton"}
     if name not in impl or case.q.shape[2] == 1:
         return None
@@ -193,25 +163,6 @@ def planned(name: str, case: Case) -> Attention | None:
         return flash_attn_forward(q, k, v, None, case.mask.indices, *plan, None, call.causal, *call.arguments)[0]
 
     return attend
-
-
-def add_commit(commit: str) -> None:
-    """Add the provider `commit`: the package of another commit, renamed."""
-    archive = subprocess.run(["git", "archive", commit, "flashmask_hf"], cwd=ROOT, check=True, stdout=subprocess.PIPE)
-    folder = Path(tempfile.mkdtemp())
-    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as packed:
-        packed.extraction_filter = getattr(tarfile, "data_filter", None)  # which Python 3.11.2 lacks
-        packed.extractall(folder)
-    renamed = (folder / "flashmask_hf").rename(folder / "flashmask_other")
-    for path in renamed.rglob("*.py"):
-        path.write_text(path.read_text().replace("flashmask_hf", renamed.name))
-    sys.path.insert(0, str(renamed.parent))
-    sys.modules["transformers"] = None  # type: ignore[assignment]  # so that it does not register its attention, too
-    try:
-        package = importlib.import_module(renamed.name)
-    finally:
-        sys.modules["transformers"] = transformers
-    PROVIDERS["commit"] = Provider(partial(_flashmask, package=package))
 
 
 _compiled_flex = torch.compile(flex_attention, dynamic=False)
@@ -233,7 +184,6 @@ def _flex(case: Case, backend: str | None = None) -> Callable[[], Attention]:
 
 
 def _swapped(attend: Callable[..., Any], **options: Any) -> Attention:
-    """Return an attention on [B, H, S, D] from one on [B, S, H, D]."""
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = attend(*(x.transpose(1, 2) for x in (q, k, v)), **options)
@@ -265,7 +215,6 @@ def _fa4(case: Case) -> Callable[[], Attention]:
 
 
 def _cudnn_flex(case: Case) -> Callable[[], Attention]:
-    """Prepare `cudnn.flex_attention`; its plan is made from row intervals that exist."""
     bounds = row_bounds(_one_mask(case.mask), case.q.shape[0])[None].contiguous()
     from cudnn.flex_attention import create_mask_plan, flex_attn_func
 
@@ -293,7 +242,6 @@ def _sdpa(backend: SDPBackend, case: Case, dropout: float = 0.0) -> Callable[[],
 
 
 def _sdpa_dense(case: Case, dropout: float = 0.0) -> Callable[[], Attention]:
-    """Prepare SDPA with a dense mask, as transformers calls it in decoding."""
     if case.mask.row_count() > DENSE_LIMIT:
         raise CannotExpress(f"a dense mask of more than {DENSE_LIMIT} rows is too large")
     group, decodes = case.q.shape[1] // case.k.shape[1], case.q.shape[2] == 1
@@ -313,7 +261,7 @@ def _sdpa_dense(case: Case, dropout: float = 0.0) -> Callable[[], Attention]:
 
 
 def _chosen(case: Case, kind: str, amount: float) -> tuple[Tensor, Tensor]:
-    """Draw buckets of queries and keys, or which are kept: [B, H, S]."""
+    """Draw buckets, or which are kept, of queries and keys: [B, H, S]."""
     generator = torch.Generator(case.q.device).manual_seed(case.q.shape[2])
     shape, options = case.q.shape[:3], {"generator": generator, "device": case.q.device}
     if kind == "hash":
@@ -323,14 +271,12 @@ def _chosen(case: Case, kind: str, amount: float) -> tuple[Tensor, Tensor]:
     return q, k
 
 
-def _sparse(kind: str, amount: int, known: bool = True) -> Provider:
-
+def _sparse(kind: str, amount: int) -> Provider:
     def prepare(case: Case) -> Callable[[], Attention]:
         chosen = _chosen(case, kind, amount)
         if kind == "drop":
             return lambda: lambda q, k, v: sparse.qk_sparse_attention(q, k, v, *chosen)
-        buckets = amount if known else None
-        return lambda: lambda q, k, v: sparse.hash_sparse_attention(q, k, v, *chosen, n_buckets=buckets)
+        return lambda: lambda q, k, v: sparse.hash_sparse_attention(q, k, v, *chosen, n_buckets=amount)
 
     def visible(case: Case, entry: int, head: int, rows: slice) -> Tensor:
         q, k = (x[entry, head] for x in _chosen(case, kind, amount))
@@ -351,13 +297,12 @@ PROVIDERS: dict[str, Provider] = {
     "cudnn": Provider(partial(_sdpa, SDPBackend.CUDNN_ATTENTION), package="cudnn", makes_mask=False),
     "sdpa": Provider(partial(_sdpa, SDPBackend.FLASH_ATTENTION), makes_mask=False),
     "sdpa_dense": Provider(_sdpa_dense),
-    "flashmask_dropout": Provider(partial(_flashmask, dropout=DROPOUT), kept=kept_pairs),
+    "flashmask_dropout": Provider(partial(_flashmask, dropout=DROPOUT), checked=False),
     "sdpa_dropout": Provider(
         partial(_sdpa, SDPBackend.FLASH_ATTENTION, dropout=DROPOUT), makes_mask=False, checked=False
     ),
     "sdpa_dense_dropout": Provider(partial(_sdpa_dense, dropout=DROPOUT), checked=False),
-    **{f"hash_{n}": _sparse("hash", n) for n in (4, 16, 64)},
-    "hash_16_any": _sparse("hash", 16, known=False),
-    **{f"drop_{percent}": _sparse("drop", percent) for percent in (10, 30, 50, 70)},
+    "hash_16": _sparse("hash", 16),
+    "drop_30": _sparse("drop", 30),
+    "drop_50": _sparse("drop", 50),
 }
-"""The providers by name."""

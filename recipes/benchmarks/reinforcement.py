@@ -5,15 +5,14 @@
     python recipes/benchmarks/reinforcement.py --models qwen2.5-vl-3b gemma-3-4b --providers flashmask sdpa
     python recipes/benchmarks/reinforcement.py --models tiny --device cpu
 
-A micro-batch is `--groups` prompts of the stated length, each with G completions of half to all of the stated length,
-in one forward. Models have random weights, in bfloat16 (float32 on a CPU), with gradient checkpointing. All weights are
-trained, and of qwen3-4b adapters. Up to seven eighths of the prompts of vision-language models are images: one, or with
-Gemma several of one size.
+A micro-batch is `--groups` prompts of the stated length, each with G completions of half to all of the stated length.
+Models have random weights, in bfloat16 (float32 on a CPU), with gradient checkpointing; all weights are trained, and of
+qwen3-4b adapters. Up to seven eighths of the prompts of vision-language models are images.
 
-An update is forward and backward of the trainer's loss, with packing, without generation and optimizer. Tokens per
-second count a prompt once for each completion, without padding. `flashmask` is `SharedPromptGRPOTrainer`; the others
-are `trl.GRPOTrainer` on the padded batch. Before, log-probabilities may differ by a tenth of what another prompt
-changes (root mean square, `difference` and `other_prompt`), norms of gradients by 10%.
+An update is forward and backward of the trainer's loss. Tokens per second count a prompt once for each completion,
+without padding. `flashmask` is `SharedPromptGRPOTrainer`; the others are `trl.GRPOTrainer` on the padded batch. Before,
+log-probabilities may differ by a tenth of what another prompt changes (root mean square, `difference` and
+`other_prompt`), norms of gradients by 10%.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -21,17 +20,15 @@ changes (root mean square, `difference` and `other_prompt`), norms of gradients 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
-from harness import Results, attempt, available, flags, free_memory, gradient_norm, in_turns, parsed, time_left
+from harness import Results, available, first_results, flags, free_memory, in_turns, parsed, time_left
 from images import Conversations
-from shapes import arguments_of, build_model, tokenizer
+from shapes import arguments_of, build_model, gradient_norm, tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from trl import GRPOConfig, GRPOTrainer
@@ -39,9 +36,6 @@ from trl.models.utils import disable_gradient_checkpointing
 
 from flashmask_hf.trainers import SharedPromptGRPOConfig, SharedPromptGRPOTrainer
 from flashmask_hf.trainers.images import IMAGE_KEYS
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from common import compile_layers
 
 PROVIDERS = ("flashmask", "sdpa", "flex_attention", *(f"flash_attention_{n}" for n in (2, 3, 4)))
 IDS: dict[str, Any] = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
@@ -115,7 +109,7 @@ class Bench:
         return {name: x.to(self.device) if isinstance(x, Tensor) else x for name, x in batch.items()}
 
     def _draw_images(self, prompt: int, completion: int, groups: int, generator: torch.Generator) -> dict[str, Any]:
-        """Draw prompts with images, whose pixels TRL repeats for each completion."""
+        """Draw prompts with images, repeated for each completion as in TRL."""
         assert self.images is not None
         side, tokens = self.images.sides[0], 7 * prompt // 8
         if self.images.has_axes:
@@ -157,20 +151,15 @@ class Bench:
 
 def compare(bench: Bench, batch: dict[str, Any], found: dict[str, dict[str, Any]]) -> None:
     """Warm up, and exit unless the providers agree with SDPA, or with the first that runs."""
-    results: dict[str, tuple[Tensor, float]] = {}
 
     def both(name: str) -> tuple[Tensor, float]:
         values = bench.log_probabilities(name, batch)
         bench.update(name, batch)
         return values, gradient_norm(bench.model)
 
-    for name, figures in found.items():
-        made = attempt(partial(both, name))
-        bench.clear()
-        if isinstance(made, str):
-            figures[RATE] = made
-        else:
-            results[name] = made[0]
+    results, failed = first_results({name: partial(both, name) for name in found}, bench.clear)
+    for name, reason in failed.items():
+        found[name][RATE] = reason
     if not results:
         return
     first = "sdpa" if "sdpa" in results else next(iter(results))
@@ -191,7 +180,7 @@ def compare(bench: Bench, batch: dict[str, Any], found: dict[str, dict[str, Any]
 
 
 def measure(bench: Bench, case: tuple[int, int, int], providers: Sequence[str], a: Any) -> list[dict[str, Any]]:
-    """Return a row of figures per provider for a case: prompt, completion, groups."""
+    """Return a row per provider for a case: prompt, completion, groups."""
     found: dict[str, dict[str, Any]] = {name: dict.fromkeys(FIGURES, "") for name in providers}
     batch = bench.draw(*case)
     compare(bench, batch, found)
@@ -212,7 +201,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--cases", nargs="+", help="PROMPT:COMPLETION, in tokens; default: those of each model")
     parser.add_argument("--generations", type=int, default=8, help="completions of a prompt, G")
     parser.add_argument("--groups", type=int, nargs="+", default=[1], help="prompts of a micro-batch")
-    parser.add_argument("--compile", action="store_true", help="compile each layer")
     parser.add_argument("--providers", nargs="+", default=PROVIDERS, choices=PROVIDERS)
     parser.add_argument("--turns", type=int, default=5, help="measurements of each provider")
     a = parsed(parser, argv)
@@ -222,16 +210,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         rank, cases = MODELS[model]
         torch._dynamo.reset()  # else head_dim counts as a size that varies
         bench = Bench(model, rank, a)
-        if a.compile:
-            compile_layers(bench.model)
         for case in a.cases or cases:
             for groups in a.groups:
                 if time_left(a) <= 0:
                     return
                 prompt, completion = map(int, case.split(":"))
-                setting = {"model": model, "lora": rank, "compiled": "on" if a.compile else "off"}
                 found = measure(bench, (prompt, completion, groups), providers, a)
-                results.add([{**setting, **row} for row in found])
+                results.add([{"model": model, "lora": rank, **row} for row in found])
         del bench
         free_memory()
 

@@ -41,13 +41,12 @@ SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention
 
 
 def _shape(*sizes: int, **more: Any) -> dict[str, Any]:
-    """Return the options of a configuration, with positions for rows of any length."""
     options = {"max_position_embeddings": 2**22, "tie_word_embeddings": True}
     return {**dict(zip(SIZES, sizes, strict=True)), **options, **more}
 
 
 def _qwen_vl(depth: int, width: int, mlp: int, whole: list[int], *text: int) -> dict[str, Any]:
-    """Return the options of a Qwen2.5-VL by sizes of tower and text; the last token ids are of images and videos."""
+    """Return options of a Qwen2.5-VL, whose last token ids are of images and videos."""
     options, head_dim = _shape(*text), text[0] // text[3]
     sections = [head_dim // 8, 3 * head_dim // 16, 3 * head_dim // 16]
     options["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections}
@@ -57,7 +56,7 @@ def _qwen_vl(depth: int, width: int, mlp: int, whole: list[int], *text: int) -> 
 
 
 def _gemma(side: int, depth: int, width: int, mlp: int, *text: int, **more: Any) -> dict[str, Any]:
-    """Return the options of a Gemma 3 for images of `side` x `side` pixels; the last token id is of images."""
+    """Return options of a Gemma 3 for images of `side` x `side` pixels; the last token id is of images."""
     tower = {"image_size": side, "num_hidden_layers": depth, "hidden_size": width, "intermediate_size": mlp}
     ids = {"image_token_index": text[5] - 1, "mm_tokens_per_image": (side // 56) ** 2, "tie_word_embeddings": True}
     heads = {"patch_size": 14, "num_attention_heads": 16}
@@ -118,13 +117,13 @@ def build_model(
     Args:
         shape: one of `SHAPES`.
         device: "cuda" or "cpu".
-        kind: transformers' auto class of the model.
-        seed: seed of the weights.
+        kind: transformers' auto class.
+        seed: of the weights.
         rank: of LoRA adapters on all linear layers; 0 trains all weights.
         fused: whether the model has TRL's head.
-        full: whether the weights are in float32, as on a CPU, and not in bfloat16.
+        full: whether weights are in float32, as on a CPU, instead of bfloat16.
         checkpointing: whether layers are recomputed in the backward.
-        **options: further options of the model's configuration.
+        **options: of the configuration.
     """
     family = next((made for prefix, made in FAMILIES.items() if shape.startswith(prefix)), LlamaConfig)
     config = family(**{**SHAPES[shape], **options})
@@ -141,8 +140,11 @@ def build_model(
     return (enable_checkpointing(model, {"use_reentrant": False}) if checkpointing else model).train()
 
 
+def gradient_norm(model: torch.nn.Module) -> float:
+    return float(torch.nn.utils.get_total_norm([x.grad for x in model.parameters() if x.grad is not None]))
+
+
 def arguments_of(config: Any, device: str, **options: Any) -> Any:
-    """Return a trainer's arguments, by which it reports and saves nothing."""
     quiet = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "use_cpu": device == "cpu"}
     return config(**{"output_dir": tempfile.mkdtemp(), "bf16": False, **quiet, **options})
 
@@ -155,7 +157,6 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def packed_row(lengths: list[int], vocab: int, device: str, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """Draw a packed row of documents of these lengths."""
     collate = DataCollatorForPackedLanguageModeling(completion_only_loss=False)
     documents = [torch.randint(0, vocab, (n,), generator=generator).tolist() for n in lengths]
     return {key: value.to(device) for key, value in collate([{"input_ids": ids} for ids in documents]).items()}

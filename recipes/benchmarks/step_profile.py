@@ -4,8 +4,8 @@
     python recipes/benchmarks/step_profile.py --shape llama-3.1-8b --lora --settings eager kept --csv 8b.csv
 
 Rows, steps and settings are the fine-tuning of `training.py`. The kind of a kernel, copy or fill follows from its name,
-else from the module that ran it. Several that run at a time share the time. A row has a kind's milliseconds in one
-step, its launches, and its share of a step without the profiler; "idle" is the rest.
+else from the module that ran it. A row has a kind's milliseconds in one step, its launches, and its share of a step
+without the profiler; "idle" is the rest.
 """
 
 from __future__ import annotations
@@ -25,12 +25,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from training import Study, setting
 
-LONG_STEP = 10_000
-"""Milliseconds from which on a step is timed once, instead of three times."""
-
-SCOPE = "kind: "
-"""Start of the names of profiler annotations, before the kind."""
-
+LONG_STEP = 10_000  # milliseconds from which on a step is timed once, instead of three times
+SCOPE = "kind: "  # start of the names of profiler annotations, before the kind
 UNCLASSIFIED = "unclassified"
 
 NAMED_KINDS = [
@@ -50,7 +46,7 @@ NAMED_KINDS = [
     ("copies and casts", r"triton_(poi|per)_fused_+(to_copy|clone|view|transpose|t|expand|_)+\d+|Mem(cpy|set).*"),
     ("copies and casts", r".*(copy_kernel|CatArray|FillFunctor).*|aten::(copy_|fill_|cat)"),
 ]
-"""Kinds of kernels by the first pattern of the whole name that fits. TorchInductor's names contain operations."""
+"""Kinds of kernels by the first pattern that fits the whole name."""
 
 MODULE_KINDS = [
     ("norms", r".*Norm"),
@@ -60,14 +56,14 @@ MODULE_KINDS = [
     ("embedding", r"Embedding"),
     ("residual", r".*DecoderLayer"),
 ]
-"""Kinds of what modules run beside the named kernels, as patterns of their class's name. The innermost one counts."""
+"""Kinds of what else modules run, by patterns of their class's name; the innermost counts."""
 
 CALL_KINDS = [("optimizer", r"Optimizer\.step.*"), ("loss", r"ChunkedLogProbFunction.*")]
-"""Kinds of what else runs within a call, as patterns of its name in the profile."""
+"""Kinds of what else runs within a call, by patterns of its name."""
 
 
 Usage = dict[str, list[float]]
-"""Microseconds of the kernels, copies and fills of each kind of work."""
+"""Microseconds of the kernels, copies and fills of each kind."""
 
 
 def kind_in(kinds: Sequence[tuple[str, str]], name: str) -> str | None:
@@ -93,7 +89,7 @@ def annotate(model: nn.Module) -> None:
 
 
 def usage_by_kind(events: Iterable[Any]) -> Usage:
-    """Sum the events of a profile by kind: the GPU's kernels, or the operations of a CPU if there are none."""
+    """Sum the events of a profile by kind: the GPU's kernels, or else operations of a CPU."""
     events = list(events)
     on_cpu = [event for event in events if _runs_on_cpu(event)]
     kernels = [event for event in events if not _runs_on_cpu(event) and not event.is_user_annotation]
@@ -109,8 +105,9 @@ def usage_by_kind(events: Iterable[Any]) -> Usage:
             # A call of CUDA may have the number of an operation, whose kernels it then shows.
             for kernel in [] if re.match(r"cu(da)?[A-Z]|hip[A-Z]", event.name) else event.kernels:
                 scopes[kernel.name, kernel.duration].append(_scope(event, forward_scopes))
-        for event, microseconds in zip(kernels, _parts(kernels), strict=True):
-            launched = scopes[event.name, event.time_range.elapsed_us()]
+        for event in kernels:
+            microseconds = event.time_range.elapsed_us()
+            launched = scopes[event.name, microseconds]
             found.append((event.name, microseconds, launched.pop(0) if launched else None))
     else:
         for event in on_cpu:
@@ -120,20 +117,6 @@ def usage_by_kind(events: Iterable[Any]) -> Usage:
     for name, duration, scope in found:
         usage[kind_of(name, scope)].append(duration)
     return usage
-
-
-def _parts(kernels: Sequence[Any]) -> list[float]:
-    """Return the microseconds of each kernel; kernels that run at the same time share them."""
-    ranges = [(i, kernel.time_range) for i, kernel in enumerate(kernels) if kernel.time_range.elapsed_us() > 0]
-    # At the same moment, what ends comes before what starts.
-    moments = [(x.end, False, i) for i, x in ranges] + [(x.start, True, i) for i, x in ranges]
-    parts, running, before = [0.0] * len(kernels), set[int](), 0.0
-    for moment, starts, number in sorted(moments):
-        for i in running:
-            parts[i] += (moment - before) / len(running)
-        before = moment
-        running.add(number) if starts else running.discard(number)
-    return parts
 
 
 def _runs_on_cpu(event: Any) -> bool:
@@ -155,7 +138,7 @@ def _scope(event: Any, forward_scopes: dict[tuple[int, int], str]) -> str | None
 
 
 def measure(study: Study, length: int, device: str) -> tuple[float, Usage]:
-    """Return the milliseconds of a step without the profiler, and its `usage_by_kind`; print the longest kernels."""
+    """Return the milliseconds of a step without the profiler, and its usage; print the longest kernels."""
     (one,), rows = study.series, study.task.draw(length, 3)
     if "compiled" not in one.setting:
         annotate(study.task.model)
@@ -195,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--settings", nargs="+", type=setting, default=["eager", "kept", "compiled", "compiled+kept"])
     parser.add_argument("--lora", action="store_true", help="train adapters of all linear layers")
     a = parsed(parser, argv)
-    a.full_logits, a.implementations = False, ["flashmask"]
+    a.implementations = ["flashmask"]
     results = Results(a.csv)
     for one in a.settings:
         for length in a.lengths:

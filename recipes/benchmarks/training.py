@@ -6,25 +6,19 @@
     python recipes/benchmarks/training.py --tasks dpo --implementations flashmask trl_sdpa trl_flex_attention_single
     python recipes/benchmarks/training.py --shapes tiny --device cpu --lengths 512 1024
     python recipes/benchmarks/training.py images --shapes qwen2.5-vl-3b --deadline 560 --csv images.csv
-    python recipes/benchmarks/training.py diffusion --deadline 250 --csv diffusion.csv
-    python recipes/benchmarks/training.py preference --shapes llama-3.2-1b --deadline 560 --csv preference.csv
-    python recipes/benchmarks/training.py trajectories --shapes llama-3.2-1b --deadline 200 --csv trajectories.csv
 
-Models have random weights, in bfloat16 (float32 on a CPU), with gradient checkpointing and AdamW; a step is one packed
-row (FlashMask, appendix A.2.1). Tasks: `sft` (of 8B: `lora`) and `lora` with TRL's head (`--full-logits`: without) on 1
-to 10 documents; `dpo` (with a reference model) and `reward` on 1 to 10 questions with 2 and 6 answers, whose tokens per
-second count each question once. `orpo` and `kto` are TRL's trainers on padded batches of questions of 1,024 tokens with
-2 and 4 answers, and `flashmask` is `share_prefixes`, whose time on the host, without the wait for the device, is
-`hook_milliseconds` per step.
+Models have random weights, in bfloat16 (float32 on a CPU), with gradient checkpointing, TRL's head and AdamW; a step is
+one packed row (FlashMask, appendix A.2.1). Tasks:
 
-`trajectories` fine-tunes on the steps of agents without earlier thinking; `flashmask` alone shares prefixes. Steps are
-on rows of about the mean length, and `examples_per_second` is for all `rows`.
-
-`images_20`, `images_50` and `images_80` fine-tune a vision-language model on conversations with that percentage of
-image tokens: turns of 32 to 4,096 tokens (log-normal, median 256) and images of 64 to 1,024 tokens (of Gemma: 256).
-
-`diffusion` trains block diffusion (BD3LM) on documents of 1,024 tokens on average, in blocks of 32; a row of `length`
-tokens has a noisy and a clean copy of each.
+- `sft` (of 8B: `lora`) and `lora`: 1 to 10 documents.
+- `dpo` (with a reference model) and `reward`: 1 to 10 questions with 2 and 6 answers. Tokens per second count each
+  question once.
+- `orpo`, `kto` (study `preference`): TRL's trainers on questions of 1,024 tokens with 2 and 4 answers; `flashmask` is
+  `share_prefixes`, whose host time is `hook_milliseconds` per step.
+- `trajectories`: steps of agents without earlier thinking, in rows of about the mean length; `flashmask` shares
+  prefixes, and `examples_per_second` is for all `rows`.
+- `images_20`, `images_50`, `images_80`: conversations with that percentage of image tokens.
+- `diffusion`: block diffusion, beside dllm's padded batches.
 
 Implementations:
 
@@ -32,14 +26,13 @@ Implementations:
 - `flash_attention_2`, `_3`, `_4`: the varlen path; DPO and the reward model as in stock TRL, question by question.
 - `trl_sdpa`, `trl_flex_attention`, `trl_flash_attention_4`: stock TRL, which repeats the question for each answer and
   pads; `_single`: question by question, with gradient accumulation. Six answers are three pairs. With images: batches
-  of 8 conversations, padded, and `_single`: one by one. `trl_flashmask`: without `share_prefixes`, also of
-  `trajectories`.
+  of 8 conversations, or one by one. `trl_flashmask`: without `share_prefixes`.
 
 Settings join by "+": `eager`; `kept` keeps attention's results (flashmask alone); `liger` runs Liger's kernels;
 `compiled` compiles each layer. All run in turns on one model, after their losses (DPO: log-probabilities, reward
-models: rewards) have agreed. A series ends with a row that says "out of memory", "failed", or "out of time" before a
-step of more than `--longest` seconds or past `--deadline`. `first_step_seconds` and `compilations` are of its first
-step (a compiled setting without compilations has run another's code, or eagerly); `steps` counts the measured ones.
+models: rewards) have agreed. A series ends with "out of memory", "failed", or "out of time" before a step of more than
+`--longest` seconds or past `--deadline`. A compiled setting without `compilations` in its first step has run another's
+code, or eagerly; `steps` counts the measured ones.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -62,7 +55,7 @@ from datasets import Dataset
 from harness import Results, attempt, available, flags, free_memory, parsed, random_lengths, synchronize, time_left
 from images import Conversations
 from packed_attention import attention, block_mask, dense_mask
-from shapes import SHAPES, TRAINERS, arguments_of, build_model, make_rows, tokenizer
+from shapes import SHAPES, TRAINERS, arguments_of, build_model, gradient_norm, make_rows, tokenizer
 from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
@@ -70,18 +63,10 @@ from transformers.integrations.liger import apply_liger_kernel
 from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from flashmask_hf import FlashMask, keep_attention, share_prefixes
+from flashmask_hf import FlashMask, keep_attention, names, share_prefixes
 from flashmask_hf.collators import DataCollatorForPackedLanguageModeling, pack_dataset
 from flashmask_hf.hf.models import state_of, unwrap_peft
 from flashmask_hf.long_rows.checkpointing import enable_checkpointing
-from flashmask_hf.names import (
-    DIFFUSION_LABELS,
-    DIFFUSION_WEIGHTS,
-    EXAMPLE_TOKENS,
-    IGNORED,
-    LABEL_WEIGHTS,
-    VECTORS,
-)
 from flashmask_hf.sharing import _pack
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -103,17 +88,14 @@ PROMPT = 1024  # tokens of a question of ORPO and KTO
 ADAPTERS_ONLY = ("llama-3.1-8b",)
 LATE = "out of time"
 TOLERANCE = {"cuda": 5e-3, "cpu": 1e-5}  # largest difference of two losses, in bfloat16 and in float32
-# FlexAttention compiles longest and is last: at each length, it takes no time of the others' first steps.
+# FlexAttention, which compiles longest, is last.
 STUDIES: dict[str, dict[str, Sequence[Any]]] = {
     "lengths": {
-        "shapes": ["llama-3.2-1b", "llama-3.1-8b"],
         "tasks": TASKS,
         "implementations": ("flashmask", "sdpa", *VARLEN, "flex_attention"),
-        "settings": ["eager"],
         "lengths": [2**power for power in range(12, 20)],
     },
     "settings": {
-        "shapes": ["llama-3.2-1b", "llama-3.1-8b"],
         "tasks": ["sft"],
         "implementations": ("flashmask", "sdpa", "flash_attention_4", "flex_attention"),
         "settings": ["eager", "kept", "liger", "kept+liger", "compiled", "compiled+kept"],
@@ -123,38 +105,33 @@ STUDIES: dict[str, dict[str, Sequence[Any]]] = {
         "shapes": ["qwen2.5-vl-3b", "gemma-3-4b"],
         "tasks": IMAGES,
         "implementations": ("flashmask", "trl_flash_attention_4", "trl_sdpa", "trl_sdpa_single"),
-        "settings": ["eager"],
         "lengths": [8192, 32768],
     },
     "preference": {
-        "shapes": ["llama-3.2-1b", "llama-3.1-8b"],
         "tasks": PREFERENCE,
         "implementations": ("flashmask", "trl_flashmask", "trl_flash_attention_4", "trl_sdpa"),
-        "settings": ["eager"],
         "lengths": [4096, 8192],
     },
     "diffusion": {
         "shapes": ["qwen3-0.6b", "llama-3.1-8b"],
         "tasks": [DIFFUSION],
         "implementations": ("flashmask", DLLM, "flex_attention"),
-        "settings": ["eager"],
         "lengths": [4096, 16384, 32768],
     },
     "trajectories": {
-        "shapes": ["llama-3.2-1b", "llama-3.1-8b"],
         "tasks": [TRAJECTORIES],
         "implementations": ("flashmask", "trl_flashmask", "flash_attention_4"),
-        "settings": ["eager"],
         "lengths": [16384, 32768],
     },
 }
+DEFAULTS = {"shapes": ["llama-3.2-1b", "llama-3.1-8b"], "settings": ["eager"]}
 
 Document = tuple[list[int], list[list[int]]]
 """Token ids of a question, and of each of its answers."""
 
 
 class Switch:
-    """Puts a setting into models, and takes it out again, between steps."""
+    """Puts a setting into models, and takes it out again."""
 
     def __init__(self, models: Sequence[Any], settings: Sequence[str]) -> None:
         bases = [model.get_base_model() if hasattr(model, "peft_config") else model for model in models]
@@ -190,10 +167,10 @@ class Switch:
 
 
 def inputs(implementation: str, row: dict[str, Tensor]) -> dict[str, Any]:
-    """Return a row [1, S] as an implementation takes it, with a new mask."""
-    vectors, others = row[VECTORS].clone(), {key: value for key, value in row.items() if key != VECTORS}
+    """Return the arguments of an implementation for a row [1, S], with a new mask."""
+    vectors, others = row[names.VECTORS].clone(), {key: value for key, value in row.items() if key != names.VECTORS}
     if implementation == "flashmask":
-        return others | {VECTORS: vectors}
+        return others | {names.VECTORS: vectors}
     if implementation in VARLEN:  # without these, transformers finds the documents in each layer
         (bounds, _), (longest, _) = prepare_fa_kwargs_from_position_ids(row["position_ids"])
         longest = int(longest)
@@ -207,31 +184,30 @@ class FineTuning:
     """Supervised fine-tuning of all weights or of adapters."""
 
     def __init__(self, task: str, shape: str, a: argparse.Namespace):
-        self.device, self.fused = a.device, not a.full_logits
+        self.device = a.device
         rank = 16 if task == "lora" or shape in ADAPTERS_ONLY else 0
         kind = AutoModelForImageTextToText if task in IMAGES else AutoModelForCausalLM
-        self.model = build_model(shape, a.device, kind=kind, rank=rank, fused=self.fused)
+        self.model = build_model(shape, a.device, kind=kind, rank=rank, fused=True)
         self.models = [self.model]
 
     def draw(self, length: int, count: int) -> Sequence[Any]:
-        """Draw rows of `length` tokens."""
+        """Draw rows."""
         return make_rows(length, count, self.model.config.vocab_size, self.device)
 
     def run(self, implementation: str, row: dict[str, Tensor]) -> float:
         """Run forward and backward of a row; return the loss."""
         self.model.set_attn_implementation(implementation)
-        options = {"fused_lm_head": True} if self.fused else {"use_cache": False}
-        loss = self.model(**inputs(implementation, row), **options).loss
+        loss = self.model(**inputs(implementation, row), fused_lm_head=True).loss
         loss.backward()
         return float(loss.detach())
 
     def figures(self, implementation: str, length: int) -> list[tuple[float, float]]:
-        """Return what must agree between implementations, each with its allowed difference."""
+        """Return what implementations must agree in, each with its allowed difference."""
         return [(self.run(implementation, self.draw(length, 1)[0]), TOLERANCE[self.device])]
 
 
 class ImageTuning(FineTuning):
-    """Fine-tuning of a vision-language model: a packed row, and TRL's padded batches of its conversations."""
+    """Fine-tuning of a vision-language model: a packed row, or TRL's padded batches."""
 
     def __init__(self, task: str, shape: str, a: argparse.Namespace):
         super().__init__(task, shape, a)
@@ -239,44 +215,43 @@ class ImageTuning(FineTuning):
         self.tower = a.stock_tower
 
     def draw(self, length: int, count: int) -> Sequence[Any]:
-        """Draw rows of `length` tokens."""
+        """Draw rows."""
         generator = torch.Generator().manual_seed(length)
         return [self.conversations.draw(length, self.share, generator) for _ in range(count)]
 
     def run(self, implementation: str, row: dict[str, Any]) -> float:
-        """Run forward and backward of a row, in one or more batches; return the loss."""
+        """Run forward and backward of a row; return the loss."""
         form = "single" if implementation.endswith("_single") else "batches"
         name = implementation.removeprefix("trl_").removesuffix("_single")
         tower = name if name == "flashmask" or self.tower is None else self.tower
         self.model.set_attn_implementation({"": name, "text_config": name, "vision_config": tower})
-        options = {"fused_lm_head": True} if self.fused else {"use_cache": False}
         losses = []
         for batch, pixels in row["packed" if implementation == "flashmask" else form]:
             images = {} if pixels.start == pixels.stop else {"pixel_values": self.conversations.pixels[pixels]}
-            loss = self.model(**batch, **images, **options, num_items_in_batch=row["labels"]).loss
+            loss = self.model(**batch, **images, fused_lm_head=True, num_items_in_batch=row["labels"]).loss
             loss.backward()
             losses.append(loss.detach())
         return float(sum(losses))
 
 
 class DiffusionTuning(FineTuning):
-    """Block diffusion: a packed row of noisy and clean blocks, and dllm's padded batches of the same noise."""
+    """Block diffusion: a packed row, or dllm's padded batches of the same noise."""
 
     def draw(self, length: int, count: int) -> Sequence[Any]:
-        """Draw rows of `length` tokens."""
+        """Draw rows."""
         generator, vocab = torch.Generator().manual_seed(length), self.model.config.vocab_size
         return [draw_row(length, vocab, self.device, generator) for _ in range(count)]
 
     def run(self, implementation: str, row: tuple[dict[str, Tensor], list[Batch]]) -> float:
-        """Run forward and backward of a row, in one or more batches; return the loss."""
+        """Run forward and backward of a row; return the loss."""
         packed, batches = row
         self.model.set_attn_implementation(implementation.removeprefix("dllm_"))
-        count = packed["labels"].ne(IGNORED).sum()
+        count = packed["labels"].ne(names.IGNORED).sum()
         if implementation != DLLM:
-            names = (DIFFUSION_LABELS, DIFFUSION_WEIGHTS, "labels")
-            given = inputs(implementation, {name: x for name, x in packed.items() if name not in names})
-            out = self.model(**given, shift_labels=packed[DIFFUSION_LABELS], fused_lm_head=True)
-            loss = -(out.log_probs * packed[DIFFUSION_WEIGHTS]).sum() / count
+            targets = (names.DIFFUSION_LABELS, names.DIFFUSION_WEIGHTS, "labels")
+            given = inputs(implementation, {name: x for name, x in packed.items() if name not in targets})
+            out = self.model(**given, shift_labels=packed[names.DIFFUSION_LABELS], fused_lm_head=True)
+            loss = -(out.log_probs * packed[names.DIFFUSION_WEIGHTS]).sum() / count
             loss.backward()
             return float(loss.detach())
         total = torch.zeros((), device=self.device)
@@ -289,10 +264,10 @@ class DiffusionTuning(FineTuning):
 
 
 class Trajectories(FineTuning):
-    """Fine-tuning on agents' trajectories, in rows that share prefixes and in others."""
+    """Fine-tuning on agents' trajectories, with and without shared prefixes."""
 
     def _steps(self, length: int, count: int, most: int) -> Dataset:
-        """Draw trajectories of at most `most` steps, without examples of more than `length` tokens."""
+        """Draw trajectories of at most `most` steps, whose examples fit into `length` tokens."""
         draw, data = np.random.default_rng(length), {"input_ids": [], "completion_mask": []}
         scale = min(1.0, length / 16384)
 
@@ -311,12 +286,11 @@ class Trajectories(FineTuning):
         return made.filter(lambda example: len(example["input_ids"]) <= length)
 
     def _batches(self, rows: Any) -> list[dict[str, Any]]:
-        """Return packed rows as batches."""
         collate = DataCollatorForPackedLanguageModeling()
         return [{name: x.to(self.device) for name, x in collate([row]).items()} for row in rows]
 
     def draw(self, length: int, count: int) -> Sequence[Any]:
-        """Pack 48 trajectories into rows of either kind; return some of about the mean length."""
+        """Pack 48 trajectories both ways; return rows of about the mean length."""
         steps, drawn = self._steps(length, 48, 40), {}
         self.examples, self.rows = len(steps), {}
         for shares in (True, False):
@@ -331,22 +305,21 @@ class Trajectories(FineTuning):
         name = implementation.removeprefix("trl_")
         self.model.set_attn_implementation(name)
         batches = [dict(batch) for batch in row[implementation == "flashmask"]]
-        weights = [batch.pop(LABEL_WEIGHTS, batch["labels"] != IGNORED)[:, 1:] for batch in batches]
+        weights = [batch.pop(names.LABEL_WEIGHTS, batch["labels"] != names.IGNORED)[:, 1:] for batch in batches]
         count, loss = sum(own.sum() for own in weights), 0.0
         for batch, own in zip(batches, weights, strict=True):
-            batch.pop(EXAMPLE_TOKENS, None)
+            batch.pop(names.EXAMPLE_TOKENS, None)
             part = -(self.model(**inputs(name, batch), fused_lm_head=True).log_probs * own).sum() / count
             part.backward()
             loss += float(part.detach())
         return loss
 
     def figures(self, implementation: str, length: int) -> list[tuple[float, float]]:
-        """Return the loss of a short trajectory, and the norm of the gradients (allowed: 5%)."""
+        """Return the loss of a short trajectory and the norm of the gradients (allowed: 5%)."""
         steps, shares = self._steps(length, 1, 4), implementation == "flashmask"
         packed = pack_dataset(steps, length, share_prefixes=shares)
         loss = self.run(implementation, {shares: self._batches(packed)})
-        found = [x.grad for x in self.model.parameters() if x.grad is not None]
-        norm = float(torch.nn.utils.get_total_norm(found))
+        norm = gradient_norm(self.model)
         return [(loss, TOLERANCE[self.device]), (norm, (0.05 if self.device == "cuda" else 1e-4) * norm)]
 
 
@@ -383,21 +356,21 @@ def _orpo_example(question: list[int], *answers: list[int]) -> dict[str, list[in
     made = {"prompt_input_ids": question, "prompt_attention_mask": [1] * len(question)}
     for name, answer in zip(("chosen", "rejected"), answers, strict=True):
         made[f"{name}_input_ids"], made[f"{name}_attention_mask"] = question + answer, [1] * len(question + answer)
-        made[f"{name}_labels"] = [IGNORED] * len(question) + answer
+        made[f"{name}_labels"] = [names.IGNORED] * len(question) + answer
     return made
 
 
 def stock_examples(task: str, row: list[Document]) -> list[list[dict[str, Any]]]:
-    """Return a row as examples of TRL's collators, by question; two answers are a pair."""
+    """Return a row as examples of TRL's collators, by question."""
     if task == "dpo":
         return [[example] for example in shared_examples(task, row)]
     if task == "orpo":
         return [[_orpo_example(question, *answers) for question, answers in row]]
     if task == "kto":
         made = [(question, answer, nth % 2 == 0) for question, answers in row for nth, answer in enumerate(answers)]
-        names, others = ("prompt_ids", "completion_ids", "label", "KL_completion_ids"), [made[-1], *made[:-1]]
+        columns, others = ("prompt_ids", "completion_ids", "label", "KL_completion_ids"), [made[-1], *made[:-1]]
         pairs = zip(made, others, strict=True)
-        return [[dict(zip(names, (*one, other[1]), strict=True)) for one, other in pairs]]
+        return [[dict(zip(columns, (*one, other[1]), strict=True)) for one, other in pairs]]
     pairs = [(question, zip(answers[::2], answers[1::2], strict=True)) for question, answers in row]
     return [[{"chosen_ids": q + one, "rejected_ids": q + two} for one, two in of_q] for q, of_q in pairs]
 
@@ -428,7 +401,7 @@ class Alignment:
         return trainer(self.model, args=args, train_dataset=dataset, processing_class=tokenizer(), **extra)
 
     def draw(self, length: int, count: int) -> Sequence[Any]:
-        """Draw rows of `length` tokens."""
+        """Draw rows."""
         generator = torch.Generator().manual_seed(length)
         return [make_row(self.task, length, self.vocab, generator) for _ in range(count)]
 
@@ -475,7 +448,7 @@ class Preference(Alignment):
         self.share = self.states[0].rewrites[0]
 
     def draw(self, length: int, count: int) -> Sequence[Any]:
-        """Draw rows of `length` tokens, and forget the hook's times."""
+        """Draw rows, and forget the hook's times."""
         self.host: list[float] = []  # seconds of each run
         return super().draw(length, count)
 
@@ -504,9 +477,7 @@ class Preference(Alignment):
 
     def figures(self, implementation: str, length: int) -> list[tuple[float, float]]:
         """Return the loss (in bfloat16 ORPO's is rounded to 1/16), and the norm of the gradients (allowed: 10%)."""
-        loss = self.run(implementation, self.draw(length, 1)[0])
-        found = [x.grad for x in self.model.parameters() if x.grad is not None]
-        norm = float(torch.nn.utils.get_total_norm(found))
+        loss, norm = self.run(implementation, self.draw(length, 1)[0]), gradient_norm(self.model)
         exact = self.device == "cpu"
         return [(loss, 1e-5 if exact else 0.13), (norm, (1e-4 if exact else 0.1) * norm)]
 
@@ -516,7 +487,7 @@ KINDS |= {"dpo": Alignment, "reward": Alignment, DIFFUSION: DiffusionTuning, TRA
 
 
 class Series:
-    """The figures of one implementation in one setting over the lengths, until it ends."""
+    """One implementation in one setting over the lengths, until it ends."""
 
     def __init__(self, implementation: str, setting: str):
         self.implementation, self.setting = implementation, setting
@@ -534,7 +505,7 @@ class Series:
         return self.seconds * (length / self.length) ** 2 if self.length else 0.0
 
     def figures(self, length: int) -> dict[str, object]:
-        """Return the columns of a length, and forget its steps."""
+        """Return the columns of a length, and forget the steps."""
         found: dict[str, object] = {"implementation": self.implementation, "setting": self.setting}
         found |= {"tokens_per_second": self.ended, "seconds_per_step": "", "peak_gib": "", "steps": len(self.steps)}
         if not self.ended or (self.ended == LATE and self.steps):
@@ -559,24 +530,37 @@ def can_run(implementation: str, task: str, shape: str) -> bool:
     return implementation == "flashmask" if task in IMAGES else task in ANSWERS or implementation not in STOCK
 
 
+def more_columns(task: Any, figures: dict[str, Any], rows: Sequence[Any]) -> dict[str, Any]:
+    """Return the columns that a task adds to the figures of a series."""
+    seconds, ours = figures["seconds_per_step"], figures["implementation"] == "flashmask"
+    if isinstance(task, ImageTuning):
+        images = statistics.fmean(row["images"] for row in rows)
+        return {"images_per_second": round(images / seconds, 2) if seconds else ""}
+    if isinstance(task, Preference):
+        return {"hook_milliseconds": round(1000 * statistics.median(task.host), 2) if ours and seconds else ""}
+    if isinstance(task, Trajectories):
+        count, tokens = task.rows[ours]
+        rate = {"tokens_per_second": round(tokens / seconds)} if seconds else {}
+        examples = round(task.examples / (count * seconds), 3) if seconds else ""
+        return rate | {"examples_per_second": examples, "rows": count, "examples": task.examples}
+    return {}
+
+
 class Study:
     """One model of a task in training, and the series that share it."""
 
     def __init__(self, task: str, shape: str, a: argparse.Namespace):
         self.arguments = a
         self.task = KINDS.get(task, FineTuning)(task, shape, a)
-        names = [name for name in a.implementations if can_run(name, task, shape)]
-        pairs = [(name, setting) for setting in a.settings for name in names]
+        ways = [name for name in a.implementations if can_run(name, task, shape)]
+        pairs = [(name, setting) for setting in a.settings for name in ways]
         self.series = [Series(*pair) for pair in pairs if pair[0] == "flashmask" or "kept" not in pair[1]]
         self.switch = Switch(self.task.models, a.settings)
         trained = [x for x in self.task.model.parameters() if x.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=1e-6, fused=True)
 
     def run(self, one: Series, call: Callable[[], Any], expected: float = 0.0) -> tuple[Any, float, float] | None:
-        """Make a call of `expected` seconds in a series' setting; return its result, seconds and peak GiB.
-
-        Without a result, the series ends.
-        """
+        """Make a call of `expected` seconds in a series' setting, or end the series."""
         if expected > time_left(self.arguments):
             one.ended = LATE
             return None
@@ -613,7 +597,7 @@ class Study:
         self.optimizer.zero_grad(set_to_none=True)
 
     def measure(self, length: int) -> list[dict[str, object]]:
-        """Run the series at one length in random order; return their rows of figures."""
+        """Measure the series at one length in turns of random order."""
         a, rows = self.arguments, self.task.draw(length, self.arguments.steps)
         for one in self.series:
             if one.expected(length) > a.longest:
@@ -635,28 +619,12 @@ class Study:
                 if made is not None:
                     one.steps.append(made[1:])
         found = [one.figures(length) for one in self.series]
-        if isinstance(self.task, ImageTuning):
-            images = statistics.fmean(row["images"] for row in rows)
-            for figures in found:
-                seconds: Any = figures["seconds_per_step"]
-                figures["images_per_second"] = round(images / seconds, 2) if seconds else ""
-        if isinstance(self.task, Preference):
-            for figures in found:
-                shares = figures["implementation"] == "flashmask" and figures["seconds_per_step"]
-                figures["hook_milliseconds"] = round(1000 * statistics.median(self.task.host), 2) if shares else ""
-        if isinstance(self.task, Trajectories):
-            for figures in found:
-                seconds: Any = figures["seconds_per_step"]
-                count, tokens = self.task.rows[figures["implementation"] == "flashmask"]
-                rate = round(self.task.examples / (count * seconds), 3) if seconds else ""
-                figures |= {"tokens_per_second": round(tokens / seconds)} if seconds else {}
-                figures |= {"examples_per_second": rate, "rows": count, "examples": self.task.examples}
+        found = [figures | more_columns(self.task, figures, rows) for figures in found]
         self.series = [one for one in self.series if not one.ended]
         return found
 
 
 def setting(text: str) -> str:
-    """Return a setting such as "compiled+kept" with its parts in order."""
     parts = sorted(set(text.split("+")), key=SETTINGS.index)
     return "+".join(sorted(part for part in parts if part != "eager")) or "eager"
 
@@ -675,10 +643,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=60, help="start no step after the first later than this")
     parser.add_argument("--longest", type=float, default=120, help="end a series whose step may take more seconds")
     parser.add_argument("--stock-tower", help="attention of image towers in stock TRL; default: as in the text")
-    parser.add_argument("--full-logits", action="store_true", help="fine-tune without TRL's head")
     a = parsed(parser, argv)
     given = {name: value for name, value in vars(a).items() if value is not None}
-    a = argparse.Namespace(**{**vars(a), **STUDIES[a.study], **given})
+    a = argparse.Namespace(**{**vars(a), **DEFAULTS, **STUDIES[a.study], **given})
     a.implementations = available(a.implementations, a.device)
     results = Results(a.csv)
     cases = [(shape, task) for shape in a.shapes for task in a.tasks]

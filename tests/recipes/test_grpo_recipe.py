@@ -155,8 +155,6 @@ BAD_FLAGS = [
     (["--algorithm", "ppo"], "argument --algorithm: invalid choice: 'ppo'"),
     (["--algorithm", "rloo", "--loss_type", "dapo"], "--loss_type"),
     (["--share", "everything"], "argument --share: invalid choice: 'everything'"),
-    (["--num_generations", "0"], "num_generations must be at least 1, got 0"),
-    (["--steps_per_generation", "0"], "steps_per_generation must be at least 1, got 0"),
     (["--num_generations", "7"], "must be divisible by num_generations"),
     (["--attn_implementation", "sdpa"], "has --attn_implementation sdpa, but shared prompts need 'flashmask'"),
     (["--resume_from_checkpoint", "true"], "holds no checkpoint to resume from"),
@@ -170,13 +168,6 @@ def test_invalid_flags_raise_before_training(tmp_path, monkeypatch, capsys, flag
     with pytest.raises((ValueError, SystemExit)) as raised:
         run("grpo", capsys, tmp_path, *QUICK, *flags)
     assert raised.match(message) if not raised.errisinstance(SystemExit) else message in capsys.readouterr().err
-
-
-def test_a_missing_package_of_a_reward_is_named(monkeypatch):
-    monkeypatch.setattr(grpo, "is_math_verify_available", lambda: False)
-    flags = grpo.parse(["--reward_funcs", "accuracy_reward", "--use_cpu"])
-    with pytest.raises(common.FlagError, match="accuracy_reward needs a package that is missing; pip install math-ver"):
-        grpo.reward_functions(flags)
 
 
 def test_the_algorithm_may_stand_in_the_configuration_file(tmp_path):
