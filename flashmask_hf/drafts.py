@@ -24,9 +24,8 @@ def eagle3_attention(
 ) -> Tensor:
     """Attention of step k of EAGLE-3's training-time test (https://arxiv.org/abs/2503.01840, section 3.2).
 
-    Row i sees the keys of step 0 that the mask shows, and key i of each later step. Step 0 is a `flashmask_attention`;
-    all steps and layers share its tile plan. The later steps are one product per row, joined by the log-sum-exp, so no
-    keys are concatenated. Differentiable in q, keys and values.
+    Row i sees the keys of step 0 that the mask shows, and key i of each later step. Step 0 is a `flashmask_attention`,
+    joined with the later steps, one product per row, by the log-sum-exp. Differentiable in q, keys and values.
 
     Args:
         q: queries of step k, [B, Hq, S, D].
@@ -40,7 +39,7 @@ def eagle3_attention(
         Tensor: [B, Hq, S, Dv] in q's dtype. Products of later steps are summed in float32 (float64 for float64 q).
 
     Raises:
-        ValueError: there are no keys, not as many values as keys, or a later step has another shape than step 0.
+        ValueError: keys and values are none, or not one to one, or a later step has another shape than step 0.
         Exception: an error of `flashmask_attention`.
 
     Example:

@@ -17,12 +17,10 @@ def read_answers(
 ) -> tuple[NDArray[np.int64], list[NDArray[np.int64]]]:
     """Return an example's question, int64 [Q], empty without `prompt_ids`, and its answers, int64 [A] each.
 
-    The example must have the columns of exactly one of the `forms`.
-
     Raises:
         TypeError: a column does not hold integers, or `answers_ids` is no sequence.
-        ValueError: columns are missing, or of two forms; there are fewer than two answers; an answer is empty; or a
-            token id is negative.
+        ValueError: the example has not the columns of exactly one of the `forms`; there are fewer than two answers; an
+            answer is empty; or a token id is negative.
     """
     has = [column for column, value in example.items() if value is not None]
     if set(has) & set(chain(*forms)) not in map(set, forms):

@@ -15,16 +15,10 @@ def best_fit_decreasing(
     weights: Sequence[int] | NDArray[np.int64] | None = None,
     limit: int = 0,
 ) -> list[list[int]]:
-    """Assign items to bins, longest first, each to the fullest bin that has room for it. The result is deterministic.
+    """Assign items to bins, longest first, each to the fullest bin with room for its length and its weight, if any.
 
-    Args:
-        lengths: the items' lengths.
-        capacity: maximum length of a bin.
-        weights: the items' weights, in 0..limit; None is 0 for each.
-        limit: maximum weight of a bin.
-
-    Returns:
-        list[list[int]]: the item indices of each bin, ascending; bins in the order of their first item.
+    Returns the item indices of each bin, ascending; bins are in the order of their first item. Lengths sum to at most
+    `capacity` per bin, weights, in 0..limit, to at most `limit`.
 
     Raises:
         ValueError: a length is not in 1..capacity.

@@ -16,11 +16,7 @@ _MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 def example_names(examples: Sequence[Any]) -> list[str]:
-    """Return the names of a batch's examples for error messages: "example 0", "example 1", ...
-
-    Raises:
-        ValueError: the batch is empty.
-    """
+    """Return the names of a batch's examples for errors: "example 0", ...; raise a ValueError for an empty batch."""
     if not examples:
         raise ValueError("examples is empty: a batch needs at least one example")
     return [f"example {index}" for index in range(len(examples))]
@@ -37,9 +33,7 @@ def all_have(column: str, has: Sequence[bool], names: Sequence[str]) -> bool:
 def as_integers(values: Any, name: str) -> NDArray[np.int64]:
     """Return a flat sequence of integers or booleans as int64 [n].
 
-    Raises:
-        TypeError: `values` is something else.
-        ValueError: an integer does not fit into int64.
+    Raises a TypeError for anything else, and a ValueError for an integer that does not fit into int64.
     """
     try:
         array = np.asarray(values)
@@ -58,12 +52,7 @@ def as_integers(values: Any, name: str) -> NDArray[np.int64]:
 
 
 def as_token_ids(values: Any, name: str) -> NDArray[np.int64]:
-    """Return a flat sequence of token ids as int64 [n].
-
-    Raises:
-        TypeError: `values` is something else.
-        ValueError: an id is negative, or does not fit into int64.
-    """
+    """Return a flat sequence of token ids as int64 [n]; errors are as in `as_integers`, and for negative ids."""
     ids = as_integers(values, name)
     if ids.size and ids.min() < 0:
         problem = f"{name} has {ids.min()}, but token ids must not be negative"
@@ -82,9 +71,7 @@ def check_lengths(name: str, lengths: NDArray[np.int64], tokens: int) -> None:
 def as_number(value: Any, name: str) -> float:
     """Return a Python or NumPy number, or a tensor or array without axes, as a float.
 
-    Raises:
-        TypeError: `value` is something else.
-        ValueError: it is not finite, or too large for float32.
+    Raises a TypeError for anything else, and a ValueError for a number that is not finite in float32.
     """
     if isinstance(value, (Tensor, np.ndarray)) and not value.ndim:
         value = value.item()

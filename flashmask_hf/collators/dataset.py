@@ -36,7 +36,7 @@ _GIVEN = (*_TOKEN_COLUMNS, WEIGHT)
 _READ = (*_GIVEN, "attention_mask")
 
 _EXAMPLE = "_example"
-"""Column of a stream with its examples: Arrow would need one schema for all, also of columns that are not read."""
+"""Column of a stream with its examples: Arrow would need one schema for all, also for columns that are not read."""
 
 _WEIGHTS = re.compile(r"((sample|example|instance|loss|token)_)?weights?")
 """Names of columns and of keys of messages that weigh examples, tokens or turns."""
@@ -61,8 +61,8 @@ def pack_dataset(
     """Pack a tokenized dataset best-fit-decreasing into rows.
 
     Documents without a label after their first token are dropped, for example pieces of a long prompt. Warnings count
-    dropped and truncated documents, in a stream per batch. Rows are ordered by their first document, and documents keep
-    their order within a row. Results are deterministic, and `Dataset.map` caches them on disk with bounded memory.
+    dropped and truncated documents, in a stream per batch. Rows are deterministic, ordered by their first document, and
+    `Dataset.map` caches them on disk with bounded memory.
 
     Rows are for `DataCollatorForPackedLanguageModeling`. The document boundaries are part of `input_ids` and `labels`,
     so no trainer can drop them, and stock collators raise instead of mixing documents.
@@ -70,8 +70,7 @@ def pack_dataset(
     Args:
         dataset: tokenized examples with `input_ids`, and any of `labels`, `completion_mask`, `assistant_masks` and
             `token_type_ids`, all lists of integers, and `weight`, a number or a list of one number per token. Other
-            columns are dropped, with a warning for other weights. Columns that `with_format(columns=...)` hides are not
-            read.
+            columns, and columns that `with_format` hides, are dropped, with a warning for other weights.
         max_length: maximum number of tokens of a document.
         split: cut a longer document into consecutive pieces, each a document of its own with positions from 0.
         truncation_mode: what to do with a longer document otherwise: "error", "keep_start" or "keep_end".
@@ -79,8 +78,8 @@ def pack_dataset(
         loss_mean: "example" divides weights by the example's number of labels, so that examples of any length count the
             same; "token" does not.
         max_position_embeddings: the model's number of positions; a longer document raises. None skips the check.
-        batch_size: number of examples packed together. Larger batches pack tighter, take more memory, and delay a
-            stream's first row. None is 4,000 for a Dataset and 1,000 for an IterableDataset.
+        batch_size: number of examples packed together. Larger batches pack tighter, and delay a stream's first row.
+            None is 4,000 for a Dataset and 1,000 for an IterableDataset.
         num_proc: number of processes, for a `Dataset`.
         row_length: maximum number of tokens of a row, at least `max_length`; None is `max_length`.
         share_prefixes: compute common prefixes of examples once per row, for causal models in `PackedSFTTrainer`; their
@@ -88,26 +87,24 @@ def pack_dataset(
 
     Returns:
         Dataset or IterableDataset: one example per row, in int32. `input_ids` is a list of documents, the last one
-        empty; so are `labels`, if the examples have labels or masks, and `token_type_ids`, if the examples have them.
-        `seq_lengths` has the lengths of the documents. Rows without labels learn every token. With weights, by `weight`
-        or `loss_mean`, or `share_prefixes`, `input_ids` is a list of segments, then the parent of each segment, -1 for
-        a root, then an empty list; `label_weights`, float32, is the sum of the weights with which examples learn each
-        token, the last list empty; `seq_lengths` has the lengths of the segments. With `share_prefixes`,
-        `example_lengths` has the lengths of the examples.
+        empty; so are `labels` and `token_type_ids`, if the examples have them. `seq_lengths` has the lengths of the
+        documents. Rows without labels learn every token. With weights, by `weight` or `loss_mean`, or
+        `share_prefixes`, `input_ids` is a list of segments, then the parent of each segment, -1 for a root, then an
+        empty list; `label_weights`, float32, is the sum of the weights with which examples learn each token, the last
+        list empty; `seq_lengths` has the lengths of the segments. With `share_prefixes`, `example_lengths` has the
+        lengths of the examples.
 
     Raises:
         TypeError: `dataset` is neither a Dataset nor an IterableDataset, or an argument or a column has another type.
         ValueError: an argument is out of range; the dataset is empty, already packed, has a transform, or has no
             labels; or an example is empty, too long or padded, has an empty completion, negative token ids, or columns
-            of different lengths, or, in a stream, lacks a column of the first one. With weights or `share_prefixes`,
-            also for labels other than the token or -100, and for `token_type_ids`; with `share_prefixes` for `split`.
+            of different lengths, or lacks a column that others have. With weights or `share_prefixes`, also for labels
+            other than the token or -100, and for `token_type_ids`; with `share_prefixes` for `split`.
 
     Example:
         >>> dataset = Dataset.from_dict({"input_ids": [[1, 2, 3], [4, 5], [6], [7, 8]]})
         >>> pack_dataset(dataset, max_length=4)[:]  # doctest: +NORMALIZE_WHITESPACE
         {'input_ids': [[[1, 2, 3], [6], []], [[4, 5], [7, 8], []]], 'seq_lengths': [[3, 1], [2, 2]]}
-        >>> pack_dataset(dataset, max_length=2, split=True)["seq_lengths"][:]
-        [[2], [1, 1], [2], [2]]
         >>> dataset = Dataset.from_dict({"input_ids": [[1, 2, 3], [1, 2, 3, 4], [1, 2, 5]]})
         >>> pack_dataset(dataset, max_length=8, share_prefixes=True)[0]  # doctest: +NORMALIZE_WHITESPACE
         {'input_ids': [[1], [2], [3, 4], [2, 5], [-1, 0, 1, 0], []],
@@ -144,14 +141,10 @@ def pack_dataset(
         raise ValueError(f"dataset has no input_ids column; tokenize it first. Its columns: {', '.join(first)}")
     _refuse_packed(first, "dataset")
     warn_of_weights(first, "dataset", read=WEIGHT)
-    causes = {
-        "share_prefixes": share_prefixes,
-        "loss_mean='example'": loss_mean == "example",
-        "the column weight": first.get(WEIGHT) is not None,
-    }
-    cause = next((cause for cause, given in causes.items() if given), None)
-    if cause and first.get("token_type_ids") is not None:
-        raise ValueError(f"rows with weights have no token_type_ids; remove that column, or leave {cause} out")
+    weighs = share_prefixes or loss_mean == "example" or first.get(WEIGHT) is not None
+    if weighs and first.get("token_type_ids") is not None:
+        ways = "the column weight, loss_mean='example' and share_prefixes"
+        raise ValueError(f"rows with weights have no token_type_ids; remove that column, or leave out {ways}")
     streamed = isinstance(dataset, IterableDataset)
     nullable = _GIVEN if streamed else (WEIGHT,)
     given = [name for name in _GIVEN if name in first and not (name in nullable and first[name] is None)]

@@ -28,9 +28,8 @@ class DataCollatorForMaskedDiffusion(DataCollatorForPackedLanguageModeling):
 
     Each document draws a noise level t from `levels`, and replaces each token by the mask token with probability t.
     Tokens without a label, such as prompts, stay. Examples and other options are as in
-    `DataCollatorForPackedLanguageModeling`; first tokens are learned, too. The loss is `diffusion_loss`.
-
-    Noise is drawn from torch's random state and an example's tokens, so that workers and ranks differ.
+    `DataCollatorForPackedLanguageModeling`; first tokens are learned, too. The loss is `diffusion_loss`. Noise is drawn
+    from torch's random state and an example's tokens.
 
     Args:
         mask_token_id: token id that replaces noised tokens.
@@ -53,8 +52,6 @@ class DataCollatorForMaskedDiffusion(DataCollatorForPackedLanguageModeling):
         >>> batch = collator([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5], "completion_mask": [0, 1]}])
         >>> batch["input_ids"]
         tensor([[9, 9, 9, 4, 9]])
-        >>> batch["labels"]
-        tensor([[   1,    2,    3, -100,    5]])
         >>> batch["diffusion_labels"]
         tensor([[   1,    2,    3, -100,    5]])
     """
@@ -101,7 +98,7 @@ class DataCollatorForMaskedDiffusion(DataCollatorForPackedLanguageModeling):
         return lengths
 
     def _draw(self, forest: Forest) -> NDArray[np.float32]:
-        """Draw noise: the weight of each noised token of an example, 0 of others, [copies, n]."""
+        """Draw the weight of each noised token of an example, 0 for others, float [copies, n]."""
         base = int(torch.randint(2**62, ())) if self.seed is None else self.seed
         random = np.random.default_rng([base, crc32(forest.tokens.tobytes())])
         spans = self._spans(forest.lengths)
@@ -111,7 +108,7 @@ class DataCollatorForMaskedDiffusion(DataCollatorForPackedLanguageModeling):
         return self._weights(level, random.random(level.shape))
 
     def _weights(self, level: NDArray[Any], draw: NDArray[Any]) -> NDArray[Any]:
-        """Return the weights of tokens that are noised because their draw is below their level, 0 of others."""
+        """Return the weights of tokens whose draw is below their level, 0 for others."""
         return (draw < level) / (level if self.weight == "1/t" else 1.0)
 
     def _lay_out(
@@ -136,13 +133,13 @@ class DataCollatorForBlockDiffusion(DataCollatorForMaskedDiffusion):
     """Data collator of block diffusion: noisy blocks beside their clean documents (BD3LM, SDAR, Fast-dLLM v2).
 
     Rows are in the order of `masks.block_diffusion`: n tokens of documents, which `max_length` counts, make
-    (copies + 1) * n. Noise, loss and errors are as in `DataCollatorForMaskedDiffusion`.
+    (copies + 1) * n. The rest is as in `DataCollatorForMaskedDiffusion`.
 
     Args:
         block_size: tokens per block; a document's last block may be shorter.
         copies: noisy copies per document; the loss is their mean.
         complementary: whether every second copy noises what the copy before leaves (Fast-dLLM v2). `copies` must be
-            even, `levels[0]` at most 0.5, and levels end at 1 - `levels[0]`.
+            even, and `levels[0]` at most 0.5; levels end at 1 - `levels[0]`.
         per: whether each "document" or each "block" (BD3LM) draws a noise level.
 
     Returns:

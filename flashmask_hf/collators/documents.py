@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from flashmask_hf.collators.columns import as_integers, as_token_ids, check_lengths
 
 _FIRST_NUMBERS = {"seq_idx": 0, "attention_mask": 1}
-"""Columns in which other packers number documents, and the least number; padding has less."""
+"""Columns in which other packers number documents, and the least number."""
 
 
 def is_packed(values: Any) -> bool:
@@ -28,13 +28,13 @@ def read_documents(
     """Read an example: a document, a row of `pack_dataset`, or a flat row with `seq_lengths` or `position_ids`.
 
     Returns:
-        The columns of the example `name`, those named in `columns` flat, int64 [n]; its token ids, int64 [n]; and the
-        lengths of its documents, int64 [documents].
+        The example's columns, with the named ones flat, int64 [n]; its token ids, int64 [n]; and the lengths of its
+        documents, int64 [documents].
 
     Raises:
         TypeError: a column does not hold integers.
         ValueError: the example has no tokens, a negative token id, padding, or a column that does not fit its
-            `input_ids`; or only `seq_idx`, `cu_seq_lens_q` or numbers in `attention_mask` mark its documents.
+            `input_ids`; or only columns that are not read mark its documents.
     """
     given = {column: value for column, value in example.items() if value is not None}
     if "input_ids" not in given:
@@ -70,10 +70,7 @@ def read_documents(
 
 
 def unread_documents(example: Mapping[str, Any]) -> str | None:
-    """Return the column that marks several documents of a flat example in a way that is not read, or None.
-
-    Other packers number documents (`_FIRST_NUMBERS`), or write their bounds.
-    """
+    """Return the column that marks several documents of a flat example in a way that is not read, or None."""
     for column in (*_FIRST_NUMBERS, "cu_seq_lens_q"):
         try:
             numbers = np.asarray(example.get(column, ()))
@@ -111,10 +108,7 @@ def _flatten(example: dict[str, Any], columns: Sequence[str], name: str) -> list
 def _document_lengths(
     example: Mapping[str, Any], packed: list[int] | None, tokens: int, name: str
 ) -> NDArray[np.int64]:
-    """Return the lengths of a row's documents, int64 [documents]; its columns must agree.
-
-    `packed` has the lengths in the `input_ids` of a row of `pack_dataset`, and is None for a flat row.
-    """
+    """Return the lengths of a row's documents, int64 [documents]; `packed`, in a row of `pack_dataset`, must agree."""
     marked = {} if packed is None else {"input_ids": np.array(packed)}
     if "seq_lengths" in example:
         marked["seq_lengths"] = as_integers(example["seq_lengths"], f"seq_lengths of {name}")
@@ -143,8 +137,7 @@ def padded(name: str) -> str:
 def pieces(tokens: int, max_length: int | None, mode: str, name: str) -> list[slice]:
     """Return the pieces of a document that are used: one of at most `max_length` tokens, or all if `mode` is "split".
 
-    Raises:
-        ValueError: the document is longer, and `mode` is "error".
+    Raises a ValueError for a longer document if `mode` is "error".
     """
     if max_length is None or tokens <= max_length:
         return [slice(tokens)]

@@ -21,12 +21,12 @@ class Forest:
     """Token segments in depth-first order that stay in one row: one tree, or several side by side.
 
     In depth-first order a segment follows its parent and the subtrees of the parent's earlier children. A document is a
-    tree of one segment. Arguments are stored as int64 arrays.
+    tree of one segment.
 
     Args:
-        tokens: token ids of all segments, concatenated, [n].
-        lengths: number of tokens of each segment, at least 1, [segments]; they sum to n.
-        parents: index of each segment's parent, -1 for a root, [segments].
+        tokens: token ids of all segments, concatenated, int64 [n].
+        lengths: number of tokens of each segment, at least 1, int64 [segments]; they sum to n.
+        parents: index of each segment's parent, -1 for a root, int64 [segments].
 
     Raises:
         TypeError: an argument is not a flat sequence of integers.
@@ -144,8 +144,6 @@ def _split(name: str, node: Any) -> tuple[NDArray[np.int64], Sequence[Any]]:
 
 def lay_out(lengths: NDArray[np.int64], parents: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the depth of each token in its tree, and the index after its segment's subtree, int64 [n] each.
-
-    The arguments are as in `Forest`, int64 [segments].
 
     Example:
         >>> position_ids, ends = lay_out(np.array([2, 1, 2]), np.array([-1, 0, 0]))

@@ -12,7 +12,7 @@ from flashmask_hf.collators.rope_index import RopeIndex
 from flashmask_hf.names import PACKED_IDS, PACKED_INDEX, PACKED_POSITIONS
 
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
-"""Keys of the types of tokens, 0 for text. Gemma finds there the images whose tokens see each other."""
+"""Keys of the types of tokens, 0 for text."""
 
 
 def images_of(example: Mapping[str, Any]) -> list[Any]:
@@ -22,9 +22,9 @@ def images_of(example: Mapping[str, Any]) -> list[Any]:
 
 
 def media_tokens(processor: Any) -> dict[str, tuple[str, int]]:
-    """Return the token, as text and as id, that stands for a video, and for audio, in a processor's prompts.
+    """Return the token, as text and as id, of a video, and of audio, in a processor's prompts.
 
-    Some processors name a token that their tokenizer lacks: such text is no more than text.
+    Some processors name a token that their tokenizer lacks, which is text.
     """
     marks = {kind: getattr(processor, f"{kind}_token", None) for kind in ("video", "audio")}
     others = (None, getattr(processor, "image_token", None))
@@ -44,17 +44,17 @@ def add_image_tokens(
 ) -> None:
     """Add token types, int64 [R, S], and positions along axes to packed rows.
 
-    With images and a `rope_index`, positions become int64 [4, R, S]: depths, then the axes, of each path as of its
-    sequence alone. Answers to one prompt are text, whose positions go on, so the longest path of a tree has all.
+    With images and a `rope_index`, positions become int64 [4, R, S]: depths, then the axes, as of each sequence alone.
+    Answers to one prompt are text, whose positions go on, so the longest path of a tree has all.
 
     Args:
         packed: keys of `PackedRows.indexed_batch`, changed in place.
         ids: token ids of the sequences, int64 [N, L].
         real: bool [N, L], False for padding.
-        types: token types of the sequences, int64 [N, L], by key of `TOKEN_TYPES`.
-        sizes: sizes of the images of each sequence, such as `image_grid_thw` [images, 3]; empty without images.
+        types: token types of the sequences, int64 [N, L] each.
+        sizes: sizes of the images of each sequence, such as `image_grid_thw` [images, 3].
         trees: number of each sequence's tree.
-        rope_index: of a model with axes of positions.
+        rope_index: for models with axes of positions.
     """
     shape = packed[PACKED_IDS].shape
 

@@ -29,12 +29,11 @@ _MAX_WEIGHT = 1e20
 def read_labels(
     example: Mapping[str, Any], input_ids: NDArray[np.int64], completion_only_loss: bool | None, name: str
 ) -> NDArray[np.int64] | None:
-    """Return the labels of an example as `read_documents` returns it, int64 [n], or None if no column marks them.
+    """Return the labels of an example that `read_documents` read, int64 [n], or None if no column marks them.
 
     They are its `labels`, or else the token ids that every mask selects, and `IGNORED` elsewhere.
 
-    Raises:
-        ValueError: `completion_only_loss` is True and there is no completion mask, or the mask selects no token.
+    Raises a ValueError if `completion_only_loss` is True without a completion mask, or that mask selects no token.
     """
     if "labels" in example:
         return example["labels"]
@@ -52,9 +51,8 @@ def read_labels(
 def read_weights(value: Any, labels: NDArray[Any], name: str) -> tuple[NDArray[Any], NDArray[np.float32]]:
     """Return an example's labels, integers [n], ignored where the weight is 0, and their weights, float32 [n].
 
-    Raises:
-        TypeError: `value` is neither a number nor a flat sequence of numbers.
-        ValueError: a number is not finite or over 1e20, or the numbers and the tokens are not one to one.
+    Raises a TypeError unless `value` is a number or a flat sequence of numbers, and a ValueError for a number that is
+    not finite or over 1e20, or numbers that are not one per token.
     """
     try:
         given = np.asarray(value)

@@ -30,17 +30,16 @@ class DataCollatorForPackedLanguageModeling(RowPacker):
     * the `input_ids` of the tokens that `assistant_masks` and `completion_mask` select (0 or 1 per token);
     * all `input_ids`, with a warning, once, because a trainer may have removed the masks.
 
-    A `weight`, a number or a sequence of one per token, is a factor of their losses in `PackedSFTTrainer`. Other
-    trainers raise, unless they remove the column before, as `Trainer` does with `remove_unused_columns`. A weight may
-    be negative; 0 makes no label.
-
     The first token of a document is never a label. A warning, once, counts the examples of a batch without a label.
+
+    A `weight`, a number or a sequence of one per token, is a factor of their losses in `PackedSFTTrainer`; other
+    trainers raise, unless they remove the column before. It may be negative; 0 makes no label.
 
     An example may be a packed row of `pack_dataset`. A flat row of another packer needs `seq_lengths` (the lengths of
     its documents, as TRL writes them) or `position_ids` (which restart at 0 with each document).
 
-    `flashmask_hf.collators` describes the other options and errors. With `max_length`, the `num_tokens` that TRL's
-    SFTTrainer logs counts one of several rows; loss and accuracy count all of them.
+    `flashmask_hf.collators` describes the other options and errors. With `max_length`, TRL's SFTTrainer logs the
+    `num_tokens` of one of several rows.
 
     Args:
         truncation_mode: what to do with an example over `max_length`: "error" raises, "keep_start" and "keep_end" cut
@@ -51,9 +50,9 @@ class DataCollatorForPackedLanguageModeling(RowPacker):
 
     Returns:
         dict[str, Tensor]: `input_ids`, `labels`, `position_ids`, int64 [rows, S], and `startend_row_indices`, int32
-        [rows, 1, S, 1]: the row where the document of each token ends, 0 for padding. With rows that share prefixes,
-        also `label_weights`, float32 [rows, S]: how many examples learn the label at a token; and `example_tokens`,
-        int64 [examples]: the number of tokens that each packed row would have unshared.
+        [rows, 1, S, 1]: the row where the document of each token ends, 0 for padding. With weights or shared prefixes,
+        also `label_weights`, float32 [rows, S]: the sum of the weights with which examples learn the label at a token;
+        with shared prefixes `example_tokens`, int64 [examples]: the number of tokens of each packed row unshared.
 
     Example:
         >>> collator = DataCollatorForPackedLanguageModeling()
@@ -66,15 +65,6 @@ class DataCollatorForPackedLanguageModeling(RowPacker):
         tensor([[0, 1, 2, 0, 1]])
         >>> batch["startend_row_indices"].flatten()
         tensor([3, 3, 3, 5, 5], dtype=torch.int32)
-
-        >>> collator = DataCollatorForPackedLanguageModeling(pad_token_id=9, max_length=4)
-        >>> batch = collator([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}, {"input_ids": [6]}])
-        >>> batch["input_ids"]
-        tensor([[1, 2, 3, 6],
-                [4, 5, 9, 9]])
-        >>> batch["startend_row_indices"][:, 0, :, 0]
-        tensor([[3, 3, 3, 4],
-                [2, 2, 0, 0]], dtype=torch.int32)
     """
 
     truncation_mode: str = "error"
@@ -101,7 +91,7 @@ class DataCollatorForPackedLanguageModeling(RowPacker):
     def _pack_examples(
         self, examples: Sequence[Mapping[str, Any]], *, learns_first: bool
     ) -> tuple[PackedRows, NDArray[np.int64], NDArray[np.float32] | None]:
-        """Return the rows of a batch, their labels, int64 [rows, S], and what each label counts if any example has it.
+        """Return the rows of a batch, their labels, int64 [rows, S], and any weights of the labels, float32 [rows, S].
 
         `learns_first` keeps the labels of the documents' first tokens.
         """

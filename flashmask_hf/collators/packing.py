@@ -40,7 +40,7 @@ class PackedRows:
         position_ids: int64 [R, S], depth of each token, 0 for padding.
         subtree_ends: int32 [R, S], the row where the subtree of each token's segment ends, 0 for padding.
         starts: int64 [forests], index in the flattened rows of each forest's first token.
-        forests: the forests, in the order they were passed.
+        forests: the forests, as passed.
     """
 
     input_ids: NDArray[np.int64]
@@ -61,8 +61,8 @@ class PackedRows:
         """Return the packed rows as additional keys of a batch with one sequence per answer.
 
         Args:
-            index: int64 [N, L], the index in the flattened rows of each token of the N sequences. Padding may have any
-                valid indices, preferably distinct ones: the backward adds gradients of equal entries one by one.
+            index: int64 [N, L], the index in the flattened rows of each token of the N sequences. Padding has any
+                indices, best distinct ones: the backward adds gradients of equal entries one by one.
 
         Returns:
             `packed_input_ids` and `packed_position_ids`, int64 [R, S]; `startend_row_indices`, int32 [R, 1, S, 1]; and
@@ -73,11 +73,10 @@ class PackedRows:
     def place(self, leaves: Sequence[Leaf], real: NDArray[np.bool_]) -> NDArray[np.int64]:
         """Return the index in the flattened rows of each token of a batch's sequences, int64 [N, L].
 
-        Entries of padding are distinct, for `indexed_batch`; nothing may read them.
-
         Args:
             leaves: the leaf of each sequence.
-            real: bool [N, L], the sequences' tokens, one sequence after another; False for padding.
+            real: bool [N, L], the sequences' tokens, one sequence after another; False for padding, whose entries
+                repeat as little as possible.
         """
         index = np.arange(real.size).reshape(real.shape) % self.input_ids.size
         index[real] = np.concatenate([self.starts[forest] + self.forests[forest].path(leaf) for forest, leaf in leaves])
@@ -89,11 +88,7 @@ class PackedRows:
         return [torch.from_numpy(self.starts[forest] + packed.path(leaf)) for leaf in packed.leaves()]
 
     def spread(self, values: Sequence[NDArray[Any]], filler: int, dtype: Any = np.int64) -> NDArray[Any]:
-        """Lay out values per token, [n] for each forest, in the packed rows, [R, S] in a dtype, with a filler.
-
-        Raises:
-            ValueError: the values and the tokens are not one to one.
-        """
+        """Lay out one value per token, [n] for each forest, in the packed rows, [R, S]; else raise a ValueError."""
         sizes, given = [len(forest.tokens) for forest in self.forests], list(map(len, values))
         if given != sizes:
             raise ValueError(f"values must have one entry per token, {sizes!s:.60} for the forests, got {given!s:.60}")
@@ -120,7 +115,7 @@ def pack_forests(
         pad_token_id: see there.
         pad_to_multiple_of: see there.
         max_position_embeddings: see there.
-        names: names of the forests in error messages; None uses "forests[0]", "forests[1]" and so on.
+        names: names of the forests in errors; None is "forests[0]" and so on.
 
     Returns:
         PackedRows: the rows; `batch()` returns the model's inputs.

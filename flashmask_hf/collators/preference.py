@@ -34,18 +34,17 @@ class DataCollatorForSharedQuestion(PackingCollator):
     `answers_ids`, a list of two or more answers, best first. `ref_chosen_logps` and `ref_rejected_logps` are passed on,
     as is `weight`, a factor of at least 0 of the example's loss.
 
-    A batch has the keys of TRL's `DataCollatorForPreference`, one sequence per answer, and the packed rows.
-    `flashmask_hf.hf.packed.rows` makes the backbone run the rows and return the sequences' hidden states.
-    `flashmask_hf.collators` describes the other options and errors.
-
-    With `read_images`, examples are raw, and the batch has the pixels of each prompt once.
+    A batch has the keys of TRL's `DataCollatorForPreference`, one sequence per answer, and the packed rows. The trainer
+    makes the backbone run the rows and return the sequences' hidden states. `flashmask_hf.collators` describes the
+    other options and errors.
 
     Args:
         max_length: maximum number of tokens of a question with one answer; None is no limit.
         truncation_mode: what to do if a question with its longest answer exceeds `max_length`. "error" raises.
             "keep_start" cuts the end of every answer that is too long, and warns once. "keep_end" cuts the start of the
             question, by the same amount for all answers; it raises for images.
-        read_images: reads raw examples, as `flashmask_hf.trainers.images.VisionPreferences` does.
+        read_images: reads raw examples with images, as `flashmask_hf.trainers.images.VisionPreferences` does. The batch
+            has the pixels of each prompt once.
         rope_index: `RopeIndex.of(model)` for raw examples, or None for models whose tokens have one position.
 
     Returns:
@@ -53,23 +52,19 @@ class DataCollatorForSharedQuestion(PackingCollator):
 
         * `input_ids`, `attention_mask` and `completion_mask`, int64 [N, L];
         * `packed_input_ids` and `packed_position_ids`, int64 [R, S]; `startend_row_indices`, int32 [R, 1, S, 1];
-        * with images also token types, int64 [R, S], keys of pixels, and with a `rope_index` positions [4, R, S]: the
-          token's depth, then the model's axes;
+        * with images also token types, int64 [R, S], pixels, and with a `rope_index` positions [4, R, S]: the token's
+          depth, then the model's axes;
         * `packed_index`, int64 [N, L]: the index of each token in the flattened rows (arbitrary for padding);
-        * `question_index`, int64 [N]: the example of each sequence, if an example has more than two answers;
+        * `question_index`, int64 [N]: the example of each sequence, if one has more than two answers;
         * `ref_chosen_logps` and `ref_rejected_logps`, float32 [examples], if the examples have them; `pair_weights`,
           float32 [examples], if they have weights.
 
     Raises:
-        ValueError: also for an empty question or answer, or fewer than two answers.
-        TypeError: also for a reference log-probability that is not a number.
+        ValueError: also for an empty question or answer, fewer than two answers, or a negative weight.
 
     Example:
-        >>> collator = DataCollatorForSharedQuestion()
-        >>> batch = collator([{"prompt_ids": [1, 2, 3], "chosen_ids": [4, 5], "rejected_ids": [6]}])
-        >>> batch["input_ids"]
-        tensor([[1, 2, 3, 4, 5],
-                [1, 2, 3, 6, 0]])
+        >>> example = {"prompt_ids": [1, 2, 3], "chosen_ids": [4, 5], "rejected_ids": [6]}
+        >>> batch = DataCollatorForSharedQuestion()([example])
         >>> batch["packed_input_ids"]
         tensor([[1, 2, 3, 4, 5, 6]])
         >>> batch["packed_position_ids"]
@@ -147,7 +142,7 @@ class DataCollatorForSharedQuestion(PackingCollator):
         trees: list[int],
         real: Tensor,
     ) -> None:
-        """Add pixels and what the model reads of image tokens to a batch, whose sequences are of examples `trees`."""
+        """Add pixels, and the types and positions of image tokens, to a batch of sequences of the examples `trees`."""
         types = {name: torch.zeros_like(batch["input_ids"]) for name in TOKEN_TYPES if name in examples[0]}
         for name, values in types.items():
             for row, index in zip(values, trees, strict=True):

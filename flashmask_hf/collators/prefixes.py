@@ -16,15 +16,13 @@ from flashmask_hf.collators.forest import Forest, Leaf
 def share_prompts(
     sequences: Sequence[NDArray[np.int64]], prompt_lengths: Sequence[int], kinds: Sequence[int] | None = None
 ) -> tuple[list[Forest], list[Leaf]]:
-    """Build a tree per distinct prompt, with its completions as children.
+    """Build a tree per distinct prompt, with its completions as children, and return the leaf of each sequence, too.
 
     Args:
         sequences: token ids of a prompt and its completion, int64 [n] each; a completion may be empty.
         prompt_lengths: number of tokens of each sequence's prompt, at least 1.
-        kinds: a number for each sequence, by which prompts of the same tokens differ, as by their images.
-
-    Returns:
-        The trees, sorted by their tokens, then by kind, and the leaf of each sequence.
+        kinds: a number for each sequence, by which prompts of the same tokens differ, as by their images. Trees are
+            sorted by their prompts, then by kind.
     """
     members: dict[tuple[bytes, int], list[int]] = {}
     for row, (tokens, length) in enumerate(zip(sequences, prompt_lengths, strict=True)):
@@ -47,12 +45,8 @@ def share_prefixes(
 ) -> tuple[list[Forest], list[Leaf]]:
     """Build the compressed trie of sequences: a tree per distinct first token, a segment per shared run.
 
-    Args:
-        sequences: token ids, int64 [n] each, not empty.
-        kinds: a number for each sequence; sequences of different kinds share nothing.
-
-    Returns:
-        The trees, and the leaf of each sequence. Equal sequences of a kind have the same leaf.
+    Sequences, int64 [n] each, of different `kinds` share nothing. Returns also the leaf of each sequence, the same for
+    equal sequences.
     """
     kinds = kinds or [0] * len(sequences)
     order = sorted(range(len(sequences)), key=lambda row: (kinds[row], sort_key(sequences[row])))
@@ -88,12 +82,7 @@ def cut_tries(sequences: Sequence[NDArray[Any]], row_length: int) -> list[list[i
     which repeats the token that predicts it (`learn_once`). A cut repeats the prefix. A prefix below 1/64 of a sequence
     is not shared: whole documents fill rows better.
 
-    Args:
-        sequences: token ids, integers [n] each with n in 1..row_length.
-        row_length: maximum number of tokens of a trie.
-
-    Returns:
-        list[list[int]]: the indices of each group's sequences, in sorted order.
+    Sequences are integers [n], with n in 1..row_length. Returns the indices of each group's sequences, in sorted order.
 
     Example:
         >>> sequences = [np.array(tokens) for tokens in ([1, 2, 3, 4], [1, 2, 5], [6, 7], [1, 2, 5, 8])]
@@ -126,10 +115,7 @@ def cut_tries(sequences: Sequence[NDArray[Any]], row_length: int) -> list[list[i
 
 
 def _split(members: range, common: Sequence[int], length: int) -> list[tuple[int, int]]:
-    """Cut a range of sorted sequences, as (first, last), where neighbours share at most `length` tokens.
-
-    `common[i]` is the length of the common prefix of sequences i and i + 1.
-    """
+    """Cut a range of sorted sequences, as (first, last), where `common[i]`, of i and i + 1, is at most `length`."""
     cuts = [index for index in members if index == members[-1] or common[index] <= length]
     return list(zip([members.start, *(cut + 1 for cut in cuts[:-1])], cuts, strict=True)) if cuts else []
 

@@ -41,8 +41,8 @@ class DataCollatorForMultiAnswerReward(PackingCollator):
 
     Args:
         score_margin: a pair's margin is `score_margin` times the difference of its scores (Llama 2,
-            https://huggingface.co/papers/2307.09288, section 3.2.2, equation 2), 0 for no margins. An example then
-            needs `scores`, or a `margin`. `flashmask_hf.collators` describes the other options and errors.
+            https://huggingface.co/papers/2307.09288, section 3.2.2, equation 2), 0 for none. An example then needs
+            `scores` or a `margin`. `flashmask_hf.collators` describes the other options and errors.
 
     Returns:
         dict[str, Tensor]: for B examples with at most N answers each, padded to N:
@@ -71,8 +71,6 @@ class DataCollatorForMultiAnswerReward(PackingCollator):
         >>> batch["scores"]
         tensor([[   8.0000,    2.5000,    9.0000],
                 [   1.0000,    0.0000, -100.0000]])
-        >>> batch["input_ids"].flatten()
-        tensor([5, 6, 7, 8, 9, 9])
         >>> batch["packed_input_ids"]
         tensor([[1, 2, 3, 4, 5, 6, 7, 1, 2, 8, 9, 9]])
         >>> batch["packed_index"].flatten()
@@ -165,9 +163,7 @@ class DataCollatorForMultiAnswerReward(PackingCollator):
 def answer_scores(scores: Any, count: int, name: str) -> NDArray[np.float32]:
     """Return the scores of an example's answers, float32 [count]; None, for ranked answers, gives count - 1, ..., 0.
 
-    Raises:
-        TypeError: `scores` are not numbers.
-        ValueError: there are not `count` scores, one is not finite, or all are equal.
+    Raises a TypeError for scores that are not numbers, and a ValueError if they are not `count`, not finite, or equal.
     """
     if scores is None:
         return np.arange(count - 1, -1, -1, dtype=np.float32)
@@ -179,7 +175,7 @@ def answer_scores(scores: Any, count: int, name: str) -> NDArray[np.float32]:
 
 
 def two_margins(name: str, score_margin: float) -> str:
-    """Return the message of an example with a margin, and with scores that `score_margin` makes a margin of."""
+    """Return the message of an example with a margin, and with scores that `score_margin` makes another of."""
     return f"{name} has a margin, and scores that score_margin={score_margin} makes another of; remove one of them"
 
 

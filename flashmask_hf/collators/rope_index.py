@@ -19,8 +19,7 @@ _IMAGES = ("pixel_values", "image_", "target_sizes")
 class RopeIndex:
     """Positions of a document's tokens along a model's axes (time, height, width), without the model's weights.
 
-    It calls the `get_rope_index` of the model's class on an instance that has only a config, so it equals the model's
-    and can be pickled into workers.
+    It calls the model's own `get_rope_index` on an instance that has only a config, so workers can unpickle it.
 
     Args:
         model_class: a class with `get_rope_index`, such as `Qwen3VLModel`.
@@ -61,9 +60,8 @@ class RopeIndex:
         """Return the positions of a document alone, int64 [axes, 1, n].
 
         Args:
-            document: the processor's output for one document: `input_ids`, `mm_token_type_ids`, int64 [1, n], and the
-                sizes of images and videos, such as `image_grid_thw`, int64 [images, 3]. Without videos, the types may
-                be missing.
+            document: the processor's output for one document: `input_ids`, `mm_token_type_ids` (may be missing without
+                videos), int64 [1, n], and sizes of images and videos, such as `image_grid_thw`, int64 [images, 3].
 
         Raises:
             ValueError: the document has images, and not all inputs that the model needs; or a position is fractional.

@@ -31,10 +31,9 @@ def pack_sequences(
 
     Args:
         ids: int64 [N, L].
-        real: bool [N, L], False for padding, which may lie anywhere.
+        real: bool [N, L], False for padding, anywhere.
         starts: bool [N, L], the first token of each sequence; None if every row is a sequence.
-        prompt_lengths: number of tokens of each sequence's prompt, to share whole prompts only; None shares every
-            common prefix.
+        prompt_lengths: tokens of each sequence's prompt, to share whole prompts only; None shares every prefix.
         kinds: a number for each sequence; sequences of different kinds share nothing.
         **options: as in `pack_forests`.
 
@@ -75,8 +74,8 @@ class SharedRows:
         batch: the model's inputs, as of `PackedRows.batch`: R rows of S tokens.
         scored: bool [N, K], the tokens that `gather_logps` scores.
         places: int64 [n], index in the flattened `scored` of each scored token.
-        predictors: int64 [n], index in the flattened rows of the token before each scored token.
-        labels: int64 [n], ids of the scored tokens.
+        predictors: int64 [n], index in the flattened rows of the token before each.
+        labels: int64 [n], their ids.
         saved: share of the sequences' tokens that the rows do not repeat, 0 to 1.
     """
 
@@ -107,13 +106,13 @@ def pack_shared(
         position_ids: int64 [N, L], 0 at the first token of each sequence of flat rows. None: a sequence per row, or
             per number of the mask.
         scored: bool or int [N, K], nonzero for tokens of the last K columns whose log-probabilities are wanted. None:
-            all. Padding and the first token of a sequence, which nothing predicts, are never scored.
+            all. Padding and the first token of a sequence are never scored.
         max_length: as in `flashmask_hf.collators`; sequences with a common first token stay in one row.
         pad_to_multiple_of: see there.
 
     Raises:
         ValueError: shapes do not fit, there is no token, a sequence has a hole, or positions that jump or do not start
-            at 0, sequences with a common first token do not fit a row, or an option is out of range.
+            at 0, sequences with a common first token exceed a row, or an option is out of range.
 
     Example:
         >>> rows = pack_shared(torch.tensor([[5, 6, 7, 8], [5, 6, 9, 0]]), torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]]))
@@ -164,14 +163,12 @@ def gather_logps(
     chunk: int = 1024,
     entropy: bool = False,
 ) -> Tensor:
-    """Return the log-probabilities of a batch's scored tokens, of no others, so logits of few tokens exist at a time.
-
-    The backward computes the logits of a chunk again.
+    """Return the log-probabilities of a batch's scored tokens, in chunks whose logits the backward computes again.
 
     Args:
         hidden: [R, S, H], last hidden states of the model on `rows.batch`.
-        head: function of hidden states [m, H] that returns logits [m, V], such as `model.lm_head`; with the model's
-            scale or softcap of logits, if it has one.
+        head: function of hidden states [m, H] that returns logits [m, V], such as `model.lm_head`; with any scale or
+            softcap of the model.
         rows: of `pack_shared`.
         temperature: divisor of the logits, a number, or a tensor [N, 1] for each row of the batch or [N, K] for each
             token of `scored`.

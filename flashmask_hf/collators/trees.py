@@ -29,7 +29,7 @@ class DataCollatorForTrees(RowPacker):
 
     A causal model predicts a token from the token before it in the row, which at a branch belongs to a sibling. So a
     segment gives its last token to each of its children. Loss and gradients equal training on every root-to-leaf path
-    as a separate sequence, with a shared token's label only in the first path that contains the token.
+    alone, with a shared token's label in the first path only.
 
     Returns:
         dict[str, Tensor]: `input_ids`, `labels` and `position_ids`, int64 [rows, S]; and `startend_row_indices`, int32
@@ -101,8 +101,7 @@ def _read(example: Mapping[str, Any], name: str) -> tuple[Forest, NDArray[np.int
 def learn_once(tree: Forest) -> tuple[Forest, NDArray[np.int64]]:
     """Give the last token of segments to their children: each token is then predicted by the token before it in a row.
 
-    Returns:
-        The new forest, and the token of `tree` whose label each of its tokens has, int64 [n]: -1 for further copies.
+    Returns also the token of `tree` whose label each new token has, int64 [n]: -1 for further copies.
     """
     ends = np.cumsum(tree.lengths).tolist()
     inner = set(tree.parents.tolist())

@@ -1,7 +1,7 @@
 """Rows with weights of labels, of examples that may share prefixes: then each token is computed once.
 
-Such a row of `pack_dataset` has the segments of its tries in `input_ids`, then a list of each segment's parent, -1 for
-a root, then an empty list. So collators of documents raise: -1 is no token id.
+The `input_ids` of such a row are segments, then a list of each segment's parent, -1 for a root, then an empty list. So
+collators of documents raise: -1 is no token id.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _EDGES = [int(16 * 1.5**power) for power in range(28)]
 def order_by_prefixes(dataset: Dataset, num_proc: int | None) -> NDArray[np.int64]:
     """Return an order of a dataset in which examples with equal prefixes are neighbours, int64 [examples].
 
-    Examples are grouped by hashes of prefixes of growing lengths. Groups are in the order of their first example.
+    Examples are grouped by hashes of growing prefixes, in the order of each group's first example.
     """
     options: dict[str, Any] = {"batched": True, "num_proc": num_proc, "desc": "Sorting by prefixes"}
     columns = dataset.select_columns("input_ids").with_format("arrow")
@@ -76,8 +76,7 @@ def _hash_prefixes(table: pa.Table) -> pa.Table:
 def learned_tokens(example: Mapping[str, NDArray[Any]], name: str) -> NDArray[np.bool_]:
     """Return which tokens an example with `input_ids`, and maybe `labels`, learns, [n]; without labels, all of them.
 
-    Raises:
-        ValueError: a label is neither its token nor ignored. Examples that share a token share its label.
+    Raises a ValueError for a label other than its token: examples that share a token share its label.
     """
     labels = example.get("labels", example["input_ids"])
     learned = labels != IGNORED
@@ -102,9 +101,8 @@ def pack_shared_rows(
         share: whether sequences share prefixes.
 
     Returns:
-        dict[str, list[list[Any]]]: of each row, `input_ids`, the token ids of its segments, then their parents;
-        `label_weights`, for each segment the sum of the weights of each token, float32; `seq_lengths`, the lengths of
-        its segments; and with `share` `example_lengths`, the lengths of its sequences.
+        dict[str, list[list[Any]]]: `input_ids`, `label_weights`, `seq_lengths` and, with `share`, `example_lengths` of
+        each row, as `pack_dataset` describes them, without the empty lists.
     """
     trees: list[tuple[Forest, NDArray[np.float32], list[int]]] = []
     groups = cut_tries(sequences, row_length) if share else [[index] for index in range(len(sequences))]
@@ -147,8 +145,7 @@ def shares_prefixes(values: Any) -> bool:
 def read_shared_row(example: Mapping[str, Any], name: str) -> tuple[Forest, NDArray[np.float32]]:
     """Return the forest of a row that `shares_prefixes`, and the weight of each token's label, float32 [n].
 
-    Raises:
-        ValueError: the row has no `label_weights`, or they do not fit.
+    Raises a ValueError if the row has no `label_weights`, or they do not fit.
     """
     *segments, parents = (as_integers(part, f"input_ids of {name}") for part in example["input_ids"][:-1])
     if example.get(LABEL_WEIGHTS) is None:

@@ -41,32 +41,29 @@ class DataCollatorForPackedVisionLanguageModeling(PackingCollator):
     """Data collator that packs examples with images into rows in which each example attends only to itself.
 
     An example is what TRL's SFTTrainer takes: `messages` or `text`, or `prompt` and `completion`, with `images` or
-    `image`, which may be empty or missing. TRL's collator makes each example's tokens, labels and pixels, as if it was
-    alone; then tokens are joined along the row, and pixels along the images. Images are never cut. An example
-    `{"examples": [...]}` is a row packed ahead, whose examples stay together.
-
-    Models with positions along axes (all of Qwen-VL and GLM-V) need a `rope_index`. Models in which the tokens of an
-    image see each other (Gemma 3 and 4, PaliGemma) find the images in the types of tokens.
+    `image`, which may be empty or missing. TRL's collator makes each example's tokens, labels and pixels alone; then
+    tokens are joined along the row, and pixels along the images. Images are never cut. An example `{"examples": [...]}`
+    is a row packed ahead. Models in which the tokens of an image see each other (Gemma 3 and 4, PaliGemma) find the
+    images in the types of tokens.
 
     `flashmask_hf.collators` describes `max_length`, `pad_to_multiple_of` and `max_position_embeddings`.
 
     Args:
         processor: the model's processor. Its tokenizer has the padding token.
-        rope_index: `RopeIndex.of(model)`, or None for models whose tokens have one position.
+        rope_index: `RopeIndex.of(model)` for models with positions along axes (all of Qwen-VL and GLM-V), or None.
         collator: makes the inputs of a list of one example; None is TRL's `DataCollatorForVisionLanguageModeling`. Pass
-            TRL's with other options, for example `assistant_only_loss`.
+            it with other options, for example `assistant_only_loss`.
         completion_only_loss: as in TRL: whether only completions are learned; None means: if there are any.
 
     Returns:
         dict[str, Tensor]: `input_ids` and `labels`, int64 [rows, S]; `position_ids`, int64 [rows, S], or with a
         `rope_index` [4, rows, S]: the token's number in its document, then the model's axes; `startend_row_indices`,
-        int32 [rows, 1, S, 1]; the token types of the family, int64 [rows, S]; and its pixel keys, along all images in
-        the order of their tokens.
+        int32 [rows, 1, S, 1]; the model's token types, int64 [rows, S]; and its pixels, in the order of their tokens.
 
     Raises:
         TypeError: also for a tokenizer in place of the processor.
-        ValueError: also for a key with an unknown place in a row, and for an example whose tokens of images are not as
-            many as its images need.
+        ValueError: also for a key with an unknown place in a row, and for an example with more or fewer image tokens
+            than its images need.
 
     Example:
         >>> collator = DataCollatorForPackedVisionLanguageModeling(processor)  # doctest: +SKIP

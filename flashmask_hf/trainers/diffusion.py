@@ -37,9 +37,9 @@ class PackedDiffusionTrainer(PackedSFTTrainer):
 
     Raises:
         TypeError: `args` or `data_collator` has the wrong type.
-        ValueError: the model has attention code of its own (remote code: LLaDA, Dream), another attention, no embedding
-            of the mask token, or, for whole documents, causal sliding windows; an option changes the loss, reads
-            logits, packs in TRL, or splits rows over ranks; TRL is older than 1.15; or as in `PackedSFTTrainer`.
+        ValueError: as in `PackedSFTTrainer`, and for a model with attention code of its own (remote code: LLaDA,
+            Dream), another attention, no embedding of the mask token, or, with whole documents, causal sliding windows;
+            options that change the loss, read logits, pack in TRL, or split rows over ranks; TRL before 1.15.
 
     Example:
         ```python

@@ -82,14 +82,13 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, PairWeightsMixin, 
 
     Raises:
         TypeError: `args`, `ref_model` or `data_collator` has another type.
-        ValueError: the model has another attention or cannot take packed rows; an option is not supported
-            (`label_smoothing` that the loss ignores, `label_smoothing_factor`, NEFTune, dispatched batches, prompt
-            learning, activated LoRA, FSDP2's RAM-efficient loading of a reference model, `use_liger_kernel` before TRL
-            1.15); a dataset is empty, has images without a processor, video or audio, or fewer rows than a batch with
-            `dataloader_drop_last`; weights meet a loss that is no mean over pairs ("aot", "aot_unpaired", "sft");
-            images meet `row_length`, `cp_size` or a PaliGemma; split rows meet Liger, `compute_metrics`, an auxiliary
-            loss of experts or rotary positions by length; or an example lacks a column, has an empty question or
-            answer, or exceeds the model's positions.
+        ValueError: for a model with another attention or that cannot take packed rows; `label_smoothing` that the loss
+            ignores, `label_smoothing_factor`, NEFTune, dispatched batches, prompt learning, activated LoRA, FSDP2's
+            RAM-efficient loading of a reference model, or `use_liger_kernel` before TRL 1.15; a dataset that is empty,
+            or has images without a processor, video, audio, or fewer rows than a batch with `dataloader_drop_last`;
+            weights with a loss that is no mean over pairs ("aot", "aot_unpaired", "sft"); images with `row_length`,
+            `cp_size` or a PaliGemma; `cp_size` with Liger, `compute_metrics`, an auxiliary loss of experts or rotary
+            positions by length; an example without a column, question or answer, or over the model's positions.
 
     Example:
         ```python

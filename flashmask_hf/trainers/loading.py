@@ -67,8 +67,8 @@ def correct_gathers(model: Any) -> None:
     A frozen input embedding is not gathered in the backward: FSDP2 (torch 2.11 to 2.13) would free its buffer without
     waiting, and a late rank overwrite the next forward's first gather.
 
-    accelerate (seen in 1.15) fails if `_no_split_modules` names a class without a module in the model, as towers of
-    SigLIP and CLIP (Gemma 3, LLaVA) name their text part: the model names only classes that it has.
+    `_no_split_modules` keeps only classes of the model: accelerate 1.15 fails for others, as towers of SigLIP and CLIP
+    (Gemma 3, LLaVA) name their text part.
     """
     inner = unwrap_peft(model)
     found = {type(part).__name__ for part in inner.modules()}

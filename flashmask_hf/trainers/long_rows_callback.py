@@ -56,10 +56,10 @@ class LongRows(TrainerCallback):
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: `tile_tokens` or `host_gib` is negative or not finite; activation checkpointing is off or reentrant;
-            `keep_attention` is set for another attention; or an option is None without a GPU, under DeepSpeed, in a
-            compiled model, or if TRL packs. Before the first step: the model has nothing to tile, the callback was made
-            for another trainer, or the rows do not fit.
+        ValueError: for negative or infinite `tile_tokens` or `host_gib`; activation checkpointing that is off or
+            reentrant; `keep_attention` with another attention; or None without a GPU, under DeepSpeed, in a compiled
+            model, or if TRL packs. Before the first step, for a model without anything to tile, another trainer's
+            callback, or rows that do not fit.
 
     Example:
         ```python

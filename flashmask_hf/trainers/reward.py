@@ -91,9 +91,8 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, SplitAnswersMixin,
     scores, [questions, answers], padded with -100.
 
     Logs are TRL's: `accuracy` and `margin` are means over questions of means over pairs, and `num_tokens` counts a
-    question once per answer. Logs add, exact over all ranks and batches, `accuracy_of_<N>_answers` and
-    `shared_tokens_saved`, the fraction of `num_tokens` not computed; and `mask_sparsity`, the fraction of skipped tiles
-    in one batch of this rank.
+    question once per answer. Logs add, over all ranks and batches, `accuracy_of_<N>_answers` and `shared_tokens_saved`,
+    the fraction of `num_tokens` not computed; and `mask_sparsity`, the fraction of skipped tiles in this rank's batch.
 
     Args:
         model: as in `trl.RewardTrainer`, like all arguments not listed.
@@ -101,13 +100,12 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, SplitAnswersMixin,
         data_collator: None, or a `DataCollatorForMultiAnswerReward`.
 
     Raises:
-        TypeError: `args` or `data_collator` has another type; or a row has an unsupported type, or types that cannot be
-            combined.
-        ValueError: the model's attention is not "flashmask"; `neftune_noise_alpha`, `label_smoothing_factor`,
-            dispatched batches, prompt learning, activated LoRA, adapters of another task or that do not save the head,
-            sampling by missing lengths, or counts of `input_ids` (`include_num_input_tokens_seen`) are set; split rows
-            meet Liger or rotary positions by length; `processing_class` is a processor; arguments contradict each
-            other, a dataset has images or a transform, no row is left, or a row is invalid.
+        TypeError: `args`, `data_collator` or a row has an unsupported type, or types that cannot be combined.
+        ValueError: for another attention, `neftune_noise_alpha`, `label_smoothing_factor`, dispatched batches, prompt
+            learning, activated LoRA, adapters of another task or that do not save the head, sampling by missing
+            lengths, counts of `input_ids` (`include_num_input_tokens_seen`), `cp_size` with Liger or rotary positions
+            by length, a processor, arguments that contradict each other, or a dataset that has images, a transform, an
+            invalid row or no row left.
 
     Example:
         ```python
@@ -265,10 +263,7 @@ def _keep_forward(args: Any) -> None:
 
 
 def _refuse_unsaved_head(model: Any) -> None:
-    """Raise a ValueError if the adapters of a PEFT model learn, but the head is not saved with them.
-
-    The head's weights, random in a new reward model, would be in no file.
-    """
+    """Raise a ValueError if adapters of a PEFT model learn, but the head, random at first, is not saved with them."""
     inner = unwrap_peft(model)
     if inner is model or not any(parameter.requires_grad for parameter in inner.parameters()):
         return

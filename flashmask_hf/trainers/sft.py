@@ -50,19 +50,13 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
     > Images
 
     A dataset with a column `images` or `image` is packed into rows of raw examples, which workers process as rows are
-    read; lengths come from the processor and the headers of images. Images are never cut: a longer example raises. With
-    `skip_prepare_dataset` in `args.dataset_kwargs`, a row is a batch of examples. On several ranks, calls without
-    images run the image tower on a blank image.
+    read. Images are never cut: a longer example raises. With `skip_prepare_dataset` in `args.dataset_kwargs`, a row is
+    a batch of examples. On several ranks, calls without images run the image tower on a blank image.
 
     > Weights
 
     With a column `weight`, a number or one per token, the loss is sum(w * nll) / sum(abs(w)) over an optimizer step on
     all ranks. Entropy and accuracy count a token abs(w) times; the auxiliary loss of experts has no weights.
-
-    > Attention
-
-    A model loaded by name gets "flashmask", unless `args.model_init_kwargs` names another. A model object keeps its
-    own, and logs a warning if it skips no hidden tiles.
 
     > Logs
 
@@ -73,7 +67,9 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
     - `eval_loss`, `eval_entropy`, `eval_mean_token_accuracy`: exact means over learned tokens of all ranks.
 
     Args:
-        model: as in `trl.SFTTrainer`, like all arguments not listed.
+        model: as in `trl.SFTTrainer`, like all arguments not listed. Loaded by name, it gets "flashmask", unless
+            `args.model_init_kwargs` names another attention; an object keeps its own, with a warning if that skips no
+            hidden tiles.
         args: a `trl.SFTConfig`, or None for its defaults. `truncation_mode` decides about examples longer than
             `max_length`: "keep_start" (TRL's default) and "keep_end" cut, "error" and None raise.
         data_collator: None, a `DataCollatorForPackedLanguageModeling`, or, with images, a
@@ -88,14 +84,14 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
 
     Raises:
         TypeError: `args`, `data_collator` or a tokenized column has the wrong type.
-        ValueError: an option is not supported (`max_length=None`, `packing_strategy="wrapped"`, `neftune_noise_alpha`,
-            dispatched batches, sampling by length, prompt learning, activated LoRA, `label_smoothing_factor` that the
-            loss ignores); a dataset is empty, has video, audio, images for a text model, fewer rows than a batch with
-            `dataloader_drop_last`, or text that TRL would not read; an example does not fit a row; `cp_size` meets
-            images, TRL's packing, another attention, recurrent layers or smoothed labels; or `share_prefixes` meets
-            images, TRL's packing, `split` or another loss than TRL's plain one. In the first step: some layers do not
-            receive the mask, or prefixes are shared by recurrent layers, compiled windows or an auxiliary loss of
-            experts. In a worker: a row with images is longer than computed.
+        ValueError: for `max_length=None`, `packing_strategy="wrapped"`, `neftune_noise_alpha`, dispatched batches,
+            sampling by length, prompt learning, activated LoRA, or `label_smoothing_factor` that the loss ignores; a
+            dataset that is empty, or has video, audio, images for a text model, fewer rows than a batch with
+            `dataloader_drop_last`, or text that TRL would not read; an example that does not fit a row; `cp_size` with
+            images, TRL's packing, another attention, recurrent layers or smoothed labels; `share_prefixes` with images,
+            TRL's packing, `split` or another loss than TRL's plain one. In the first step, for layers that do not
+            receive the mask, and prefixes shared by recurrent layers, compiled windows or an auxiliary loss of experts.
+            In a worker, for a row with images that is longer than computed.
 
     Example:
         ```python

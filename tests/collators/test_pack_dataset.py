@@ -1,6 +1,5 @@
 """Packing a dataset: rows lose nothing, learn what they should, and cannot be mistaken for flat ones."""
 
-import doctest
 import json
 import re
 from collections import Counter
@@ -19,12 +18,6 @@ from flashmask_hf.collators import DataCollatorForPackedLanguageModeling, pack_d
 from flashmask_hf.collators import dataset as packing
 
 FEATURES = Features({"input_ids": List(Value("int32"))})
-
-
-def test_docstring_examples_run():
-    result = doctest.testmod(packing)
-    assert result.attempted > 0
-    assert result.failed == 0
 
 
 @settings(max_examples=25)
@@ -58,11 +51,6 @@ def test_pack_dataset_truncates_only_what_is_too_long(mode, kept, caplog):
     assert sorted(unpack(packed)) == sorted(tokens[kept] for tokens in source["input_ids"])
     (record,) = caplog.records
     assert record.message == f"cut 1 of 4 documents to max_length 4: truncation_mode='{mode}'"
-
-
-def test_documents_that_fit_are_not_counted_as_cut(caplog):
-    pack_dataset(dataset([3, 4, 1]), 4, truncation_mode="keep_start")
-    assert not caplog.records
 
 
 def test_an_empty_completion_raises():
@@ -170,18 +158,6 @@ def test_a_column_named_seq_idx_that_numbers_no_tokens_is_ignored(value):
     assert pack_dataset(Dataset.from_list([row]), 4)["seq_lengths"][:] == [[3]]
 
 
-def test_seq_lengths_that_contradict_position_ids_raise():
-    example = {"input_ids": [1, 2, 3], "seq_lengths": [1, 2], "position_ids": [0, 1, 0]}
-    with pytest.raises(ValueError, match="seq_lengths and position_ids of example 0 describe different documents"):
-        DataCollatorForPackedLanguageModeling()([example])
-
-
-@pytest.mark.parametrize("pad_token_id", [None, -100, "0", True, 2**63])
-def test_pad_token_id_must_be_a_token(pad_token_id):
-    with pytest.raises((TypeError, ValueError), match=r"pad_token_id must be .*, got"):
-        DataCollatorForPackedLanguageModeling(pad_token_id=pad_token_id)
-
-
 def test_pack_dataset_keeps_the_token_columns_together():
     tokens = documents([3, 2, 4])
     source = dataset(
@@ -248,23 +224,15 @@ def test_pack_dataset_takes_any_view_of_a_dataset(view):
         ({"input_ids": [[1], [1, 2]], "labels": [[1], [1]]}, {}, ValueError, "labels of example 1 has 1 entries"),
         ({"input_ids": [[1], [1, 2]], "attention_mask": [[1], [0, 1]]}, {}, ValueError, "example 1 holds padding"),
         ({"input_ids": [[1], [2, 3], [4, -100]]}, {}, ValueError, "input_ids of example 2 has -100, but token ids"),
-        ({"input_ids": [[0.5]]}, {}, TypeError, "input_ids of example 0 must be integers, got float64$"),
         ({"input_ids": ["a"]}, {}, TypeError, "input_ids of example 0 must be a flat sequence of integers"),
         ({"text": ["a"]}, {}, ValueError, "no input_ids column; tokenize it first"),
         ({"input_ids": []}, {}, ValueError, "dataset is empty"),
-        ({"input_ids": [[1]], "seq_lengths": [[1]]}, {}, ValueError, "packed already"),
         ({"input_ids": [[1], [2] * 7]}, {"max_position_embeddings": 6}, ValueError, "example 1 is 7 tokens deep"),
         ({"input_ids": [[1]]}, {"truncation_mode": "middle"}, ValueError, "truncation_mode must be one of"),
         ({"input_ids": [[1]]}, {"truncation_mode": "keep_end", "split": True}, ValueError, "exclude each other"),
         ({"input_ids": [[1]]}, {"batch_size": 0}, ValueError, "at least 1"),
-        ({"input_ids": [[1]]}, {"batch_size": True}, TypeError, "batch_size must be an int, got True"),
         ({"input_ids": [[1]]}, {"num_proc": 0}, ValueError, "num_proc must be at least 1, got 0"),
-        (
-            {"input_ids": [[1]]},
-            {"max_position_embeddings": 0},
-            ValueError,
-            "embeddings must be at least 1",
-        ),
+        ({"input_ids": [[1]]}, {"max_position_embeddings": 0}, ValueError, "embeddings must be at least 1"),
         ({"input_ids": [[1]], "labels": [1]}, {}, TypeError, "labels of example 0 must be a flat sequence of integers"),
     ],
 )
@@ -366,14 +334,8 @@ def test_the_columns_of_a_stream_may_change(name):
     [
         ({"input_ids": []}, "is empty; remove it"),
         ({"input_ids": [1] * 9}, "has 9 tokens, more than max_length 8"),
-        ({"input_ids": [1, -1]}, "has -1, but token ids must not be negative"),
-        ({"input_ids": [1], "attention_mask": [0]}, "holds padding"),
-        (
-            {"input_ids": [1], "labels": [1]},
-            "has labels, unlike other examples; give it to all examples, or to none",
-        ),
+        ({"input_ids": [1], "labels": [1]}, "has labels, unlike other examples; give it to all examples, or to none"),
         ({"input_ids": None}, "lacks input_ids, unlike other examples"),
-        ({"input_ids": [1, None]}, "missing values"),
         ({"input_ids": [1], "seq_lengths": [1]}, "packed already"),
     ],
 )
@@ -392,13 +354,10 @@ def test_pack_dataset_names_an_example_of_a_later_batch():
         pack_dataset(dataset([3, 2, 4, 6, 1, 9]), 8, batch_size=2)
 
 
-def test_pack_dataset_raises_for_a_list():
+def test_pack_dataset_raises_for_a_list_and_for_a_transform():
+    """It would lose the labels that a transform makes, and not find the columns."""
     with pytest.raises(TypeError, match="got list"):
         pack_dataset([{"input_ids": [1]}], 8)  # pyright: ignore
-
-
-def test_pack_dataset_raises_for_a_transform():
-    """It would lose the labels that a transform makes, and not find the columns."""
     source = dataset([3, 2]).with_transform(lambda batch: {**batch, "labels": batch["input_ids"]})
     with pytest.raises(ValueError, match=r"dataset has a transform .*apply it with dataset.map\(...\) before"):
         pack_dataset(source, 4)

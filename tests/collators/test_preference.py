@@ -1,6 +1,5 @@
 """The collator of shared questions: TRL's batch, the packed rows, and the index between them."""
 
-import doctest
 import logging
 
 import numpy as np
@@ -8,7 +7,6 @@ import pytest
 import torch
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
-import flashmask_hf.collators.preference as preference
 from flashmask_hf import FlashMask, masks
 from flashmask_hf.collators import DataCollatorForSharedQuestion
 from flashmask_hf.trainers.formats import preference_columns
@@ -34,12 +32,6 @@ def examples(shapes, seed=0):
 
 PAIR = {"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [3]}
 PAIRS = [(4, [3, 5]), (1, [1, 1]), (7, [2, 6]), (3, [8, 1])]
-
-
-def test_docstring_examples_run():
-    result = doctest.testmod(preference)
-    assert result.attempted
-    assert not result.failed
 
 
 @pytest.mark.parametrize("options", [{}, {"row_length": 20}, {"pad_to_multiple_of": 16}], ids=str)
@@ -138,8 +130,6 @@ def test_keep_end_cuts_the_question_by_the_same_amount_for_all_answers():
     ("options", "message"),
     [
         ({"truncation_mode": "keep"}, "truncation_mode must be one of error, keep_start, keep_end, got 'keep'"),
-        ({"row_length": 0}, "row_length must be at least 1, got 0; or None"),
-        ({"max_length": 1.5}, "max_length must be an int, got 1.5"),
         ({"max_length": True}, "max_length must be an int, got True"),
         ({"row_length": 10, "pad_to_multiple_of": 4}, "row_length must be a multiple of pad_to_multiple_of 4, got 10"),
     ],
@@ -150,13 +140,6 @@ def test_invalid_options_raise(options, message):
 
 
 BAD = {
-    "no examples": ([], {}, ValueError, "examples is empty"),
-    "no prompt": (
-        [{"chosen_ids": [1], "rejected_ids": [2]}],
-        {},
-        ValueError,
-        "example 0 needs prompt_ids and chosen_ids and",
-    ),
     "text": ([{"prompt": "a", "chosen": "b", "rejected": "c"}], {}, ValueError, "It has: prompt, chosen, rejected"),
     "two kinds": (
         [{"prompt_ids": [1], "answers_ids": [[2], [3]], "chosen_ids": [2], "rejected_ids": [3]}],
@@ -164,23 +147,11 @@ BAD = {
         ValueError,
         "example 0 needs prompt_ids and .*, or prompt_ids and answers_ids, but not both",
     ),
-    "no answers": (
-        [{"prompt_ids": [1], "answers_ids": None}],
-        {},
-        ValueError,
-        "example 0 needs prompt_ids and chosen_ids and rejected_ids, .*It has: prompt_ids$",
-    ),
     "no reference": (
         [PAIR | {"ref_chosen_logps": -1.0}, PAIR],
         {},
         ValueError,
         "example 1 has no ref_chosen_logps, but example 0 has; give it to all, or to none",
-    ),
-    "reference of others": (
-        [PAIR | {"ref_rejected_logps": None}, PAIR | {"ref_rejected_logps": -1.0}],
-        {},
-        ValueError,
-        "example 0 has no ref_rejected_logps, but example 1",
     ),
     "reference beyond float32": (
         [PAIR | {"ref_chosen_logps": -(10**400)}],
@@ -188,11 +159,17 @@ BAD = {
         ValueError,
         "ref_chosen_logps of example 0 must be finite and at most 3.4e38",
     ),
-    "reference not a number": (
-        [PAIR | {"ref_chosen_logps": "low"}],
+    "weight not a number": (
+        [PAIR | {"weight": "a"}],
         {},
         TypeError,
-        "ref_chosen_logps of example 0 must be a number, got 'low'",
+        "weight of example 0 .* number, got 'a'; .* rename",
+    ),
+    "negative weight": (
+        [PAIR | {"weight": -1}],
+        {},
+        ValueError,
+        "weight of example 0 must be at least 0, got -1; swap",
     ),
     "one answer": ([{"prompt_ids": [1], "answers_ids": [[2]]}], {}, ValueError, "example 0 has 1 answers, but"),
     "empty question": (examples([(1, [1, 1]), (0, [1, 1])]), {}, ValueError, "example 1 has an empty question"),
@@ -202,12 +179,6 @@ BAD = {
         {},
         TypeError,
         "prompt_ids of example 0 must be integers",
-    ),
-    "negative": (
-        [{"prompt_ids": [-100], "chosen_ids": [1], "rejected_ids": [2]}],
-        {},
-        ValueError,
-        "prompt_ids of example 0 has -100, but token ids must not be negative",
     ),
     "too long": (examples(PAIRS), {"max_length": 10}, ValueError, "example 2 has 13 tokens with its longest answer"),
     "question fills": (
@@ -223,7 +194,6 @@ BAD = {
         "the longest answer of example 2 has 6 tokens and fills max_length 6",
     ),
     "longer than the row": (examples(PAIRS), {"row_length": 12}, ValueError, "example 2 has 15 tokens"),
-    "too deep": (examples(PAIRS), {"max_position_embeddings": 12}, ValueError, "example 2 is 13 tokens deep"),
 }
 
 

@@ -1,13 +1,10 @@
 """The collator of reward models: its batch, the rewards that a model computes from it, and its errors."""
 
-import doctest
-
 import numpy as np
 import pytest
 import torch
 from tools.rewards import BOUND, load, save_reward_model, scored, separate_rewards, without
 
-import flashmask_hf.collators.reward as reward_collator
 from flashmask_hf.collators import DataCollatorForMultiAnswerReward
 from flashmask_hf.hf.packed.rows import run_packed
 
@@ -15,12 +12,6 @@ from flashmask_hf.hf.packed.rows import run_packed
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory):
     return save_reward_model(tmp_path_factory.mktemp("model"))
-
-
-def test_docstring_examples_run():
-    result = doctest.testmod(reward_collator)
-    assert result.attempted > 0
-    assert result.failed == 0
 
 
 def test_the_batch_size_is_the_number_of_questions():
@@ -62,12 +53,7 @@ GOOD = {"prompt_ids": [1, 2], "answers_ids": [[3], [4]]}
     ("options", "message"),
     [
         ({"row_length": 0}, "row_length must be at least 1, got 0; or None"),
-        ({"pad_to_multiple_of": -8}, "pad_to_multiple_of must be at least 1, got -8"),
-        ({"max_position_embeddings": 1.5}, "max_position_embeddings must be an int, got 1.5"),
-        ({"row_length": True}, "row_length must be an int, got True"),
         ({"score_margin": True}, "score_margin must be a number, at least 0"),
-        ({"row_length": 10, "pad_to_multiple_of": 4}, "row_length must be a multiple of pad_to_multiple_of 4, got 10"),
-        ({"pad_token_id": None}, "pad_token_id must be a token id, got None"),
         ({"score_margin": -1.0}, "score_margin must be a number, at least 0"),
         ({"score_margin": float("nan")}, "score_margin must be a number, at least 0"),
         ({"score_margin": "1"}, r"score_margin must be a number, at least 0 \(no margins\), got '1'"),
@@ -88,13 +74,9 @@ def test_invalid_options_raise(options, message):
             r"example 1 needs prompt_ids and .*It has: prompt_ids, text",
         ),
         ({}, {"prompt_ids": [1], "answers_ids": None}, ValueError, "example 1 needs prompt_ids and answers_ids"),
-        ({}, GOOD | {"answers_ids": [[3]]}, ValueError, "example 1 has 1 answers, but a preference needs two or more"),
-        ({}, GOOD | {"answers_ids": [[3], []]}, ValueError, "answer 1 of example 1 is empty"),
         ({}, {"chosen_ids": [], "rejected_ids": [3]}, ValueError, "answer 0 of example 1 is empty"),
-        ({}, GOOD | {"answers_ids": [[3], [4.5]]}, TypeError, "answer 1 of example 1 must be integers"),
-        ({}, GOOD | {"prompt_ids": ["a"]}, TypeError, "prompt_ids of example 1 must be integers"),
         ({}, GOOD | {"answers_ids": [[3], [4, -100]]}, ValueError, "answer 1 of example 1 has -100, but token ids"),
-        ({}, GOOD | {"prompt_ids": [-100, 1]}, ValueError, "prompt_ids of example 1 has -100, but token ids"),
+        ({}, GOOD | {"answers_ids": 3}, TypeError, "answers_ids of example 1 must be a list of answers, got 3"),
         (
             {},
             GOOD | {"scores": [1.0]},
@@ -108,23 +90,8 @@ def test_invalid_options_raise(options, message):
             "each of the scores of example 1 must be finite and at most 3.4e38, got nan",
         ),
         ({}, GOOD | {"scores": [1.0, None]}, TypeError, "each of the scores of example 1 must be a number, got None"),
-        (
-            {},
-            GOOD | {"scores": [1.0, 1e300]},
-            ValueError,
-            "each of the scores of example 1 must be finite and at most 3.4e38",
-        ),
-        (
-            {},
-            GOOD | {"scores": [1.0, 10**400]},
-            ValueError,
-            "each of the scores of example 1 must be finite and at most 3.4e38",
-        ),
-        ({}, GOOD | {"scores": ["a", "b"]}, TypeError, "each of the scores of example 1 must be a number, got 'a'"),
         ({}, GOOD | {"scores": [3, 3]}, ValueError, r"the scores of example 1 are all 3, .*dataset\.filter"),
-        ({}, GOOD | {"margin": "wide"}, TypeError, "margin of example 1 must be a number, got 'wide'"),
         ({}, GOOD | {"margin": torch.tensor([1.0])}, TypeError, "margin of example 1 must be a number, got tensor"),
-        ({}, GOOD | {"margin": float("inf")}, ValueError, "margin of example 1 must be finite and at most 3.4e38"),
         ({}, GOOD | {"margin": 1.0}, ValueError, "example 0 has no margin, but example 1 has"),
         (
             {},
@@ -152,11 +119,6 @@ def test_an_invalid_example_raises_with_its_index(options, example, error, messa
 def test_an_example_with_whole_sequences_and_a_question_raises():
     with pytest.raises(ValueError, match=r"but not both\. It has: prompt_ids, chosen_ids"):
         DataCollatorForMultiAnswerReward()([{"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [3]}])
-
-
-def test_an_empty_batch_raises():
-    with pytest.raises(ValueError, match="examples is empty"):
-        DataCollatorForMultiAnswerReward()([])
 
 
 # --- rewards of a model

@@ -1,17 +1,14 @@
 """Trees with labels: loss and gradients are those of the separate paths, each shared token learned once."""
 
-import doctest
-
 import pytest
 import torch
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tools.documents import lineage, random_parents
 from tools.tiny import TRAINER_WARNINGS, VOCAB, llama_config, trainer_settings
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-import flashmask_hf.collators.loss as loss_module
-import flashmask_hf.collators.trees as trees
 from flashmask_hf.collators import DataCollatorForTrees
 
 pytestmark = TRAINER_WARNINGS
@@ -22,11 +19,7 @@ def examples(draw):
     """Draw one to three trees of up to seven segments of up to three tokens, with some labels -100."""
     found = []
     for _ in range(draw(st.integers(1, 3))):
-        parents, branch = [], [-1]
-        for segment in range(draw(st.integers(1, 7))):
-            branch = branch[: draw(st.integers(1, len(branch)))]
-            parents.append(branch[-1])
-            branch.append(segment)
+        parents = random_parents(lambda *limits: draw(st.integers(*limits)))
         lengths = draw(st.lists(st.integers(1, 3), min_size=len(parents), max_size=len(parents)))
         token = st.integers(3, VOCAB - 1)
         input_ids = [draw(st.lists(token, min_size=n, max_size=n)) for n in lengths]
@@ -38,15 +31,11 @@ def examples(draw):
 def paths(example):
     """Return the tokens and labels of each path, a label in the first path that has its token."""
     found, learned = [], set()
-    for leaf in range(len(example["parents"])):
-        if leaf in example["parents"]:
-            continue
-        lineage = [leaf]
-        while example["parents"][lineage[0]] != -1:
-            lineage.insert(0, example["parents"][lineage[0]])
-        tokens = [token for segment in lineage for token in example["input_ids"][segment]]
-        labels = [-100 if s in learned else label for s in lineage for label in example["labels"][s]]
-        learned |= set(lineage)
+    for leaf in sorted(set(range(len(example["parents"]))) - set(example["parents"])):
+        path = lineage(example["parents"], leaf)
+        tokens = [token for segment in path for token in example["input_ids"][segment]]
+        labels = [-100 if s in learned else label for s in path for label in example["labels"][s]]
+        learned |= set(path)
         found.append((tokens, labels))
     return found
 
@@ -54,13 +43,6 @@ def paths(example):
 def model(attention):
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(llama_config(), attn_implementation=attention)
-
-
-def test_docstring_examples_run():
-    for module in (trees, loss_module):
-        result = doctest.testmod(module)
-        assert result.attempted > 0
-        assert result.failed == 0
 
 
 def separate_loss(given_):
@@ -134,5 +116,3 @@ def test_trees_train_in_the_plain_trainer(tmp_path):
 def test_an_invalid_tree_raises(change, error, message):
     with pytest.raises(error, match=message):
         DataCollatorForTrees()([{**TREE, **change}])
-    with pytest.raises(TypeError, match="max_length must be an int, got True"):
-        DataCollatorForTrees(max_length=True)

@@ -189,7 +189,11 @@ def test_rows_are_longer_than_documents_without_sharing():
             {},
             r"label 1 of example 1 is neither its token nor -100.*correct it",
         ),
-        ({"token_type_ids": [[0, 0, 0], [0, 0, 0]]}, {}, "have no token_type_ids; remove .* leave share_prefixes out"),
+        (
+            {"token_type_ids": [[0, 0, 0], [0, 0, 0]]},
+            {},
+            "have no token_type_ids; remove .* leave out .* share_prefixes",
+        ),
         ({}, {"split": True, "truncation_mode": "error"}, "split=True .* leave split or share_prefixes out"),
         ({}, {"row_length": 2}, "row_length must be at least 3.*max_length"),
     ],

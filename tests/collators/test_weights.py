@@ -141,13 +141,10 @@ def test_wrong_weights_name_their_example(name):
             list(pack_dataset(source, 4))
 
 
-@pytest.mark.parametrize(
-    ("columns", "options", "name"),
-    [({"weight": [1, 2]}, {}, "the column weight"), ({}, {"loss_mean": "example"}, "loss_mean='example'")],
-)
-def test_token_types_have_no_place_in_rows_with_weights(columns, options, name):
+@pytest.mark.parametrize(("columns", "options"), [({"weight": [1, 2]}, {}), ({}, {"loss_mean": "example"})], ids=str)
+def test_token_types_have_no_place_in_rows_with_weights(columns, options):
     source = dataset([3, 2], token_type_ids=[[0, 1, 1], [0, 1]], **columns)
-    with pytest.raises(ValueError, match=f"have no token_type_ids; remove that column, or leave {name} out"):
+    with pytest.raises(ValueError, match="have no token_type_ids; remove that column, or leave out the column weight"):
         pack_dataset(source, 4, **options)
 
 

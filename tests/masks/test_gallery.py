@@ -73,17 +73,6 @@ def sees_own_node_and_ancestors(rows: list[list], b: int, i: int, j: int) -> boo
     return j <= i < len(paths) and paths[i][: len(paths[j])] == paths[j]
 
 
-def sees_question_and_own_answer(rows: list[list], b: int, i: int, j: int) -> bool:
-    labels = []
-    for document, (question, answers) in enumerate(rows[b]):
-        labels += [(document, 0)] * question
-        for number, answer in enumerate(answers, start=1):
-            labels += [(document, number)] * answer
-    if not j <= i < len(labels) or labels[i][0] != labels[j][0]:
-        return False
-    return labels[j][1] == 0 or labels[i][1] == labels[j][1]
-
-
 def sees_own_block_or_is_in_the_last(lengths: list[int], i: int, j: int) -> bool:
     """Return whether a query sees a key; the last block and the filler behind it see all real keys before them."""
     if j > i or j >= sum(lengths):
@@ -91,18 +80,16 @@ def sees_own_block_or_is_in_the_last(lengths: list[int], i: int, j: int) -> bool
     return i >= sum(lengths[:-1]) or owner(lengths, i) == owner(lengths, j)
 
 
-def sees_document_with_prefix(documents: list[tuple[int, int]], i: int, j: int) -> bool:
-    lengths = [total for _, total in documents]
-    if not same_document(lengths, i, j):
-        return False
-    document = owner(lengths, j)
-    start = sum(lengths[:document])
-    return j <= i or (i >= start and j < start + documents[document][0])
-
-
 def sees_document_and_own_span(lengths: list[int], spans: list[tuple[int, int]], i: int, j: int) -> bool:
     together = any(start <= i < end and start <= j < end for start, end in spans)
     return same_document(lengths, i, j) and (j <= i or together)
+
+
+def sees_document_with_prefix(documents: list[tuple[int, int]], i: int, j: int) -> bool:
+    lengths = [total for _, total in documents]
+    starts = itertools.accumulate(lengths, initial=0)
+    prefixes = [(start, start + prefix) for start, (prefix, _) in zip(starts, documents, strict=False)]
+    return sees_document_and_own_span(lengths, prefixes, i, j)
 
 
 def sees_own_block_and_those_before(lengths: list[int], size: int, i: int, j: int) -> bool:
@@ -135,13 +122,6 @@ FAMILIES = [
     ),
     Family(
         "causal_document",
-        lambda **k: masks.causal_document(DOCUMENTS[0], **k),
-        16,
-        lambda b, i, j: j <= i and same_document(DOCUMENTS[0], i, j),
-        (True, 1),
-    ),
-    Family(
-        "causal_document batch",
         lambda **k: masks.causal_document(DOCUMENTS, kv_len=17, **k),
         17,
         lambda b, i, j: j <= i and same_document(DOCUMENTS[b], i, j),
@@ -150,13 +130,6 @@ FAMILIES = [
     ),
     Family(
         "document",
-        lambda **k: masks.document(DOCUMENTS[0], **k),
-        16,
-        lambda b, i, j: same_document(DOCUMENTS[0], i, j),
-        (False, 2),
-    ),
-    Family(
-        "document batch",
         lambda **k: masks.document(DOCUMENTS, kv_len=17, **k),
         17,
         lambda b, i, j: same_document(DOCUMENTS[b], i, j),
@@ -165,13 +138,6 @@ FAMILIES = [
     ),
     Family(
         "blocks",
-        lambda **k: masks.blocks(DOCUMENTS[0], SPANS[0], **k),
-        16,
-        lambda b, i, j: sees_document_and_own_span(DOCUMENTS[0], SPANS[0], i, j),
-        (False, 2),
-    ),
-    Family(
-        "blocks batch",
         lambda **k: masks.blocks(DOCUMENTS, SPANS, kv_len=17, **k),
         17,
         lambda b, i, j: sees_document_and_own_span(DOCUMENTS[b], SPANS[b], i, j),
@@ -180,13 +146,6 @@ FAMILIES = [
     ),
     Family(
         "block_causal",
-        lambda **k: masks.block_causal(DOCUMENTS[0], 3, **k),
-        16,
-        lambda b, i, j: sees_own_block_and_those_before(DOCUMENTS[0], 3, i, j),
-        (False, 2),
-    ),
-    Family(
-        "block_causal batch",
         lambda **k: masks.block_causal(DOCUMENTS, 2, kv_len=17, **k),
         17,
         lambda b, i, j: sees_own_block_and_those_before(DOCUMENTS[b], 2, i, j),
@@ -195,13 +154,6 @@ FAMILIES = [
     ),
     Family(
         "block_diffusion",
-        lambda **k: masks.block_diffusion(DOCUMENTS[1], 2, **k),
-        16,
-        lambda b, i, j: sees_in_block_diffusion(mirrored(DOCUMENTS[1], 2), i, j),
-        (False, 2),
-    ),
-    Family(
-        "block_diffusion batch",
         lambda **k: masks.block_diffusion(NOISED, 3, 2, kv_len=22, **k),
         22,
         lambda b, i, j: sees_in_block_diffusion(mirrored(NOISED[b], 3, 2), i, j),
@@ -217,28 +169,14 @@ FAMILIES = [
     ),
     Family(
         "share_question",
-        lambda **k: masks.share_question(ANSWERS[0], **k),
-        14,
-        lambda b, i, j: sees_question_and_own_answer(ANSWERS, 0, i, j),
-        (True, 1),
-    ),
-    Family(
-        "share_question batch",
         lambda **k: masks.share_question(ANSWERS, kv_len=17, **k),
         17,
-        lambda b, i, j: sees_question_and_own_answer(ANSWERS, b, i, j),
+        lambda b, i, j: sees_own_node_and_ancestors(ANSWERS, b, i, j),
         (True, 1),
         batch=3,
     ),
     Family(
         "tree",
-        lambda **k: masks.tree(FOREST[0], **k),
-        15,
-        lambda b, i, j: sees_own_node_and_ancestors(FOREST, 0, i, j),
-        (True, 1),
-    ),
-    Family(
-        "tree batch",
         lambda **k: masks.tree(FOREST, kv_len=17, **k),
         17,
         lambda b, i, j: sees_own_node_and_ancestors(FOREST, b, i, j),
@@ -275,13 +213,6 @@ FAMILIES = [
     ),
     Family(
         "causal_blockwise",
-        lambda **k: masks.causal_blockwise([4, 3, 1, 5], **k),
-        13,
-        lambda b, i, j: sees_own_block_or_is_in_the_last([4, 3, 1, 5], i, j),
-        (True, 2),
-    ),
-    Family(
-        "causal_blockwise batch",
         lambda **k: masks.causal_blockwise(DOCUMENTS, kv_len=17, **k),
         17,
         lambda b, i, j: sees_own_block_or_is_in_the_last(DOCUMENTS[b], i, j),
@@ -290,13 +221,6 @@ FAMILIES = [
     ),
     Family(
         "prefix_lm_causal",
-        lambda **k: masks.prefix_lm_causal(13, 5, **k),
-        13,
-        lambda b, i, j: j <= i or (i < 5 and j < 5),
-        (False, 2),
-    ),
-    Family(
-        "prefix_lm_causal batch",
         lambda **k: masks.prefix_lm_causal(13, [0, 6, 13], **k),
         13,
         lambda b, i, j: j <= i or (i < [0, 6, 13][b] and j < [0, 6, 13][b]),
@@ -305,13 +229,6 @@ FAMILIES = [
     ),
     Family(
         "prefix_lm_document",
-        lambda **k: masks.prefix_lm_document(PREFIXED[0], **k),
-        14,
-        lambda b, i, j: sees_document_with_prefix(PREFIXED[0], i, j),
-        (False, 2),
-    ),
-    Family(
-        "prefix_lm_document batch",
         lambda **k: masks.prefix_lm_document(PREFIXED, kv_len=17, **k),
         17,
         lambda b, i, j: sees_document_with_prefix(PREFIXED[b], i, j),
@@ -382,12 +299,8 @@ def test_family_is_built_on_the_cpu_and_moved_to_the_device_asked_for(family):
 def test_every_family_is_covered():
     covered = {family.name.split()[0] for family in FAMILIES} | {"qk_sparse", "hash_sparse"}  # see test_sorted.py
     other_ways = {"from_cu_seqlens", "from_position_ids"}  # to write causal_document and document: test_packed.py
-    others = {
-        "Node",
-        "block_diffusion_order",
-        "draft_chains_order",
-        "draft_blocks",
-    }  # the last has its own numbers of queries: test_drafts.py
+    others = {"Node", "block_diffusion_order", "draft_chains_order"}
+    others |= {"draft_blocks"}  # has its own numbers of queries: test_drafts.py
     assert covered == support.FAMILIES.keys() == set(masks.__all__) - others - other_ways
 
 
@@ -507,34 +420,23 @@ def test_lengths_may_be_integer_tensors(dtype):
     assert torch.equal(masks.prefix_lm_causal(5, padded[0]).indices, masks.prefix_lm_causal(5, [3, 2, 1]).indices)
 
 
-@pytest.mark.parametrize(
-    "build",
-    [
-        masks.causal_document,
-        masks.document,
-        masks.causal_blockwise,
-        lambda lengths: masks.blocks(lengths, []),
-        lambda lengths: masks.block_causal(lengths, 2),
-        lambda lengths: masks.block_diffusion(lengths, 2),
-        masks.padding,
-        masks.from_cu_seqlens,
-        lambda lengths: masks.prefix_lm_causal(5, lengths),
-    ],
-    ids=[
-        "causal_document",
-        "document",
-        "causal_blockwise",
-        "blocks",
-        "block_causal",
-        "block_diffusion",
-        "padding",
-        "from_cu_seqlens",
-        "prefix_lm_causal",
-    ],
-)
-def test_masks_of_lengths_live_where_the_lengths_do(build, monkeypatch):
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda lengths: [0, 3] if build is masks.from_cu_seqlens else [3])
-    assert build(torch.empty(1, dtype=torch.int64, device="meta")).device.type == "meta"
+OF_LENGTHS = {
+    "causal_document": masks.causal_document,
+    "document": masks.document,
+    "causal_blockwise": masks.causal_blockwise,
+    "blocks": lambda lengths: masks.blocks(lengths, []),
+    "block_causal": lambda lengths: masks.block_causal(lengths, 2),
+    "block_diffusion": lambda lengths: masks.block_diffusion(lengths, 2),
+    "padding": masks.padding,
+    "from_cu_seqlens": masks.from_cu_seqlens,
+    "prefix_lm_causal": lambda lengths: masks.prefix_lm_causal(5, lengths),
+}
+
+
+@pytest.mark.parametrize("name", OF_LENGTHS)
+def test_masks_of_lengths_live_where_the_lengths_do(name, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda lengths: [0, 3] if name == "from_cu_seqlens" else [3])
+    assert OF_LENGTHS[name](torch.empty(1, dtype=torch.int64, device="meta")).device.type == "meta"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounter
 
 from flashmask_hf import FlashMask, flashmask_attention, masks
 
-MORE_THAN_INT32 = [2**31, 2**32 + 2, sys.maxsize, 2**63, 2**64]
+MORE_THAN_INT32 = [2**31, 2**32 + 2, 2**64]
 
 
 @pytest.mark.parametrize("window", [6, 2**31, sys.maxsize, 2**63, 2**64])

@@ -36,6 +36,24 @@ def unpack(packed, column="input_ids"):
     return found
 
 
+def random_parents(integer, most=7):
+    """Return the parents of up to `most` segments in depth-first order; `integer` draws a number in (low, high).
+
+    Each segment extends the current path somewhere, or starts a tree.
+    """
+    parents, branch = [], [-1]
+    for segment in range(integer(1, most)):
+        branch = branch[: integer(1, len(branch))]
+        parents.append(branch[-1])
+        branch.append(segment)
+    return parents
+
+
+def lineage(parents, segment):
+    """Return the segments on the path from a root through `segment`."""
+    return [*(lineage(parents, parents[segment]) if parents[segment] != -1 else []), segment]
+
+
 MASKED = {
     "input_ids": [[5, 6, 7, 8], [9, 10], [11, 12, 13]],
     "completion_mask": [[0, 0, 1, 1], [0, 1], [0, 1, 1]],

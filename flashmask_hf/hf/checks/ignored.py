@@ -154,7 +154,7 @@ def _keeps_masks(call: Call) -> Verdict | None:
     )
 
 
-@rule(CHECKS, "one process that sees several GPUs, so that Trainer takes `DataParallel`", VECTORS)
+@rule(CHECKS, "several GPUs in one process (`DataParallel`)", VECTORS)
 def _is_no_replica(call: Call) -> Verdict:
     return not getattr(call.model, "_is_replica", False), (
         "torch.nn.DataParallel splits a batch by rows, so it cannot run one packed row on several GPUs; start a "
@@ -207,7 +207,7 @@ def _are_documents_read(call: Call) -> Verdict | None:
     )
 
 
-@rule(AFTER, "packed rows in a trainer, in a model some of whose layers get no mask", VECTORS)
+@rule(AFTER, "packed rows in a model some of whose layers get no mask", VECTORS)
 def _reaches_every_layer(call: Call) -> Verdict | None:
     state = call.state
     # A user's own model may have fewer layers than its config, or drop some.

@@ -105,7 +105,7 @@ def _numbers_fit_positions(call: Call) -> Verdict | None:
 
 @rule(
     CHECKS,
-    "activated LoRA on rows of several documents, in any trainer",
+    "activated LoRA on rows of several documents",
     ours=True,
     where=lambda call: call.has_activated_lora,
 )

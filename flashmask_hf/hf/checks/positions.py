@@ -127,7 +127,7 @@ def _are_images_along_axes(call: Call) -> Verdict | None:
 
 @rule(
     CHECKS,
-    "documents that start at position 1, from which PaliGemma counts",
+    "documents of PaliGemma that start at position 1",
     "position_ids",
     ours=True,
     where=lambda call: getattr(call.config, "model_type", "") == "paligemma",

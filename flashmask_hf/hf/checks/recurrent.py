@@ -121,7 +121,7 @@ def _are_of_documents(call: Call) -> Verdict | None:
     return ((documents.end == ends) | (ends <= 0)).all(), message
 
 
-@rule(CHECKS, "packed rows in a recurrent or convolutional model, any trainer", where=has_documents, waits=True)
+@rule(CHECKS, "packed rows in a recurrent or convolutional model", where=has_documents, waits=True)
 def _is_one_document(call: Call) -> Verdict | None:
     documents = documents_of(call) if _has_rows(call) and not _takes_boundaries(call) else None
     if documents is None:

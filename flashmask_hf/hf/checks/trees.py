@@ -133,7 +133,7 @@ def _shifted_labels(call: Call) -> tuple[FlashMask, Tensor] | None:
     return (mask, labels) if shifts and call.get(PACKED_IDS) is None else None
 
 
-@rule(CHECKS, "`labels` of a shard of a row, at whose edge the model's loss would lose a label", VECTORS, "labels")
+@rule(CHECKS, "`labels` of a shard of a row", VECTORS, "labels")
 def _are_labels_whole(call: Call) -> Verdict | None:
     found = _shifted_labels(call)
     if found is None or found[1].shape[1] >= found[0].kv_len:
@@ -157,7 +157,7 @@ def _is_no_first_token_learned(call: Call) -> Verdict | None:
     )
 
 
-@rule(CHECKS, "`labels` that the token before sees: a mask without causal order under a causal loss", VECTORS, "labels")
+@rule(CHECKS, "`labels` that the token before sees, under a causal loss", VECTORS, "labels")
 def _is_no_label_seen(call: Call) -> Verdict | None:
     found = _shifted_labels(call)
     if found is None or found[0].causal or found[1].shape[1] != found[0].kv_len:
