@@ -198,7 +198,7 @@ class Bench:
         runs: dict[str, list[tuple[float, float, float]]] = {name: [] for name in a.providers}
         for turn in range(a.warmup + a.repeats):
             for provider, found in runs.items():
-                expected = max((seconds for _, seconds, _ in found), default=0.0)
+                expected = max((seconds for done in runs.values() for _, seconds, _ in done), default=0.0)
                 if self.largest(expected - time_left(a)) > 0 or len(found) < turn:
                     continue
                 try:
