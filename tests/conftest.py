@@ -92,6 +92,15 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         terminalreporter.line(f"left out {count} tests of the {reason}")
 
 
+@pytest.fixture
+def float64(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Make what models and losses of float64 cast to float32 float64, too, but in tests on a GPU."""
+    from tools.tiny import keep_float64
+
+    if request.node.get_closest_marker("gpu") is None:
+        keep_float64(monkeypatch)
+
+
 @pytest.fixture(autouse=True)
 def _lane(request: pytest.FixtureRequest) -> None:
     for name in LANES:

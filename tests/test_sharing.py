@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from tools import model_zoo
-from tools.model_pairs import BOUND, SIZES, NoSynchronization, model_pair
+from tools.model_pairs import SIZES, NoSynchronization, model_pair
 from tools.support import requires
 from tools.tiny import CHECKPOINTING, TRAINER_WARNINGS, llama_config, trainer_settings, word_tokenizer
 from tools.vision import tiny_model
@@ -30,9 +30,12 @@ from flashmask_hf.hf.rewrites import rewrite
 from flashmask_hf.names import PACKED_INDEX
 from flashmask_hf.sharing import _pack
 
-pytestmark = TRAINER_WARNINGS
+pytestmark = [*TRAINER_WARNINGS, pytest.mark.usefixtures("float64")]
 
 IGNORED = -100
+BOUND = 1e-12
+"""Largest error in float64, relative to the largest entry (at least 1)."""
+FLOAT32 = torch.finfo(torch.float32).eps
 
 
 def sequences(prompts: int = 3, answers: tuple[int, ...] = (3, 5, 1, 4), prompt: int = 7) -> list[torch.Tensor]:
@@ -141,7 +144,9 @@ def compare(shared: Any, stock: Any, batch: dict[str, Any]) -> None:
 
 def shared_pair(name: str = "llama", **changes: Any) -> tuple[Any, Any]:
     """Return a model that shares prefixes, and the same without, which packs and pads as flashmask does."""
-    shared, _ = model_pair(name, **changes)
+    shared = model_pair(name, **changes)[0].double()
+    if name == "gpt_oss":
+        shared.set_experts_implementation("eager")  # torch's grouped product takes no float64
     stock = copy.deepcopy(shared)
     flashmask_hf.share_prefixes(shared)
     _pack.cache_clear()
@@ -192,7 +197,8 @@ def test_a_loss_of_routers_counts_the_tokens_of_the_batch():
     )
     config = Qwen3MoeConfig(**SIZES, **experts)
     torch.manual_seed(0)
-    stock = AutoModelForCausalLM.from_config(config, attn_implementation="flashmask")
+    stock = AutoModelForCausalLM.from_config(config, attn_implementation="flashmask").double()
+    stock.set_experts_implementation("eager")
     shared = copy.deepcopy(stock)
     flashmask_hf.share_prefixes(shared)
     compare(shared, stock, padded(sequences()))
@@ -200,7 +206,8 @@ def test_a_loss_of_routers_counts_the_tokens_of_the_batch():
 
 def test_adapters_checkpointing_hidden_states_and_logits_to_keep():
     shared, stock = (
-        get_peft_model(model_pair("llama")[0], LoraConfig(init_lora_weights=False, lora_dropout=0.0)) for _ in "12"
+        get_peft_model(model_pair("llama")[0], LoraConfig(init_lora_weights=False, lora_dropout=0.0)).double()
+        for _ in "12"
     )
     stock.load_state_dict(shared.state_dict())
     flashmask_hf.share_prefixes(shared)
@@ -260,7 +267,7 @@ def test_what_is_not_shared_runs_as_before():
 
 
 def test_dropout_warns_and_runs_as_before(caplog):
-    model = get_peft_model(model_pair("llama")[0], LoraConfig(lora_dropout=0.1))
+    model = get_peft_model(model_pair("llama")[0], LoraConfig(lora_dropout=0.1)).double()
     flashmask_hf.share_prefixes(model)
     _pack.cache_clear()
     batch = padded(sequences())
@@ -322,7 +329,7 @@ def test_a_call_waits_for_the_device_once(monkeypatch):
 
 
 def test_positions_of_several_axes_run_as_before():
-    stock = tiny_model("qwen2_5_vl", dtype=torch.float32)
+    stock = tiny_model("qwen2_5_vl", dtype=torch.float64)
     shared = copy.deepcopy(stock)
     flashmask_hf.share_prefixes(shared)
     _pack.cache_clear()
@@ -341,7 +348,7 @@ def test_a_table_of_positions_shares_only_rows_that_count_from_0():
     config = GPT2Config(
         vocab_size=48, n_embd=32, n_layer=2, n_head=4, n_positions=64, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0
     )
-    stock = AutoModelForCausalLM.from_config(config, attn_implementation="flashmask")
+    stock = AutoModelForCausalLM.from_config(config, attn_implementation="flashmask").double()
     shared = copy.deepcopy(stock)
     flashmask_hf.share_prefixes(shared)
     _pack.cache_clear()
@@ -372,7 +379,7 @@ def test_documents_of_seq_idx_alone_are_refused_as_without_sharing():
 
 
 def test_wrong_calls():
-    shared, eager = model_pair("llama")
+    shared, eager = (model.double() for model in model_pair("llama"))
     with pytest.raises(ValueError, match=r"minimum must be a share of the batch's tokens, 0 to 1, got 2"):
         flashmask_hf.share_prefixes(shared, minimum=2)
     with pytest.raises(ValueError, match="packed rows need attn_implementation='flashmask'"):
@@ -451,21 +458,26 @@ def test_trainers_of_trl(name, adapter, tmp_path):
     (ours, change), (stock, expected) = runs
     assert len(stock) == 2
     for one, two in zip(ours, stock, strict=True):
+        tied = abs(two.get("rewards/margins", 1.0)) < BOUND  # of a first step; rounding decides whether it is accurate
         for key, value in two.items():
-            if not key.startswith("logits") and not key.endswith(("time", "per_second")):  # means over padding, too
-                assert one[key] == pytest.approx(value, rel=4e-6, abs=4e-6, nan_ok=True), key
+            unlike = key.startswith("logits") or key.endswith(("time", "per_second"))  # means over padding, too
+            if not unlike and not (tied and key == "rewards/accuracies"):
+                bound = FLOAT32 if key == "loss" else BOUND  # transformers adds the losses of steps in float32
+                assert one[key] == pytest.approx(value, rel=bound, abs=BOUND, nan_ok=True), key
     assert expected.norm() > 1e-3
-    assert (change - expected).norm() < 1e-5 * expected.norm()
+    assert (change - expected).norm() < BOUND * expected.norm()
 
 
 def make_trainer(name: str, adapter: bool, folder: Any) -> Any:
-    path, options = TRAINERS[name]
+    path, given = TRAINERS[name]
     home, label = path.rsplit(".", 1)
     module = importlib.import_module(home)
     torch.manual_seed(0)
     auto = AutoModelForSequenceClassification if name == "reward" else AutoModelForCausalLM
     auto.from_config(llama_config(initializer_range=0.2, num_labels=1)).save_pretrained(folder / "model")
-    model = auto.from_pretrained(folder / "model", attn_implementation="flashmask")  # as KTO's reference
+    model = auto.from_pretrained(
+        folder / "model", attn_implementation="flashmask", dtype=torch.float64
+    )  # as KTO's reference
     draw = torch.Generator().manual_seed(0)
 
     def words(count: int) -> str:
@@ -484,7 +496,7 @@ def make_trainer(name: str, adapter: bool, folder: Any) -> Any:
         kept = ("prompt",) if name in SAMPLED else ("prompt", "chosen", "rejected")
         rows = [{key: row[key] for key in kept} for row in rows]
     settings = trainer_settings(folder) | {"max_steps": 2, "learning_rate": 0.1, "optim": "sgd", "max_grad_norm": 0.0}
-    settings |= {CHECKPOINTING: adapter} | ({} if "num_generations" in options else {"max_length": 64}) | options
+    settings |= {CHECKPOINTING: adapter} | ({} if "num_generations" in given else {"max_length": 64}) | given
     more: dict[str, Any] = {}
     if name in SAMPLED:
         more["reward_funcs"] = lambda completions, **_: [float(len(text) % 7) for text in completions]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from tools.rewards import BOUND, load, save_reward_model, scored, separate_rewards, without
+from tools.rewards import CLOSE, load, save_reward_model, scored, separate_rewards, without
 
 from flashmask_hf.collators import DataCollatorForMultiAnswerReward
 from flashmask_hf.hf.packed.rows import run_packed
@@ -140,7 +140,7 @@ def test_answers_without_a_common_prefix_have_an_empty_question(model_path):
     assert batch["token_counts"].tolist() == [[5, 5], [3, 3]]
     rewards = rewards_of(model, data)
     whole = {"prompt_ids": [], "answers_ids": [[9, 10, 11], [12, 10]]}
-    torch.testing.assert_close(rewards[0, :2], separate_rewards(model, whole), **BOUND)
+    torch.testing.assert_close(rewards[0, :2], separate_rewards(model, whole), **CLOSE)
     torch.testing.assert_close(rewards[1, 0], rewards[1, 2])  # rows of a matrix product may be rounded differently
 
 
@@ -173,4 +173,4 @@ def test_the_reward_is_pooled_at_the_last_token_with_any_padding_token(pad, mode
     rewards = rewards_of(model, data, pad_token_id=pad, row_length=16)
     for example, row in zip(data, rewards, strict=True):
         expected = separate_rewards(model, example)
-        torch.testing.assert_close(row[: len(expected)], expected, **BOUND)
+        torch.testing.assert_close(row[: len(expected)], expected, **CLOSE)

@@ -13,6 +13,7 @@ from tools.model_pairs import (
     positions,
     tokens,
 )
+from torch._dynamo.testing import CompileCounter
 from transformers import DecisionTransformerConfig, DecisionTransformerModel, DynamicCache, StaticCache
 
 from flashmask_hf import FlashMask, masks
@@ -359,13 +360,8 @@ def test_compiled_equals_eager(model_name, given):
 
 def test_compiled_model_is_not_compiled_again_for_other_lengths():
     ours, _ = model_pair("llama", num_hidden_layers=1)
-    graphs = []
-
-    def counting(graph, _):
-        graphs.append(graph)
-        return graph
-
-    compiled = torch.compile(ours, fullgraph=True, backend=counting, dynamic=True)
+    graphs = CompileCounter()
+    compiled = torch.compile(ours, fullgraph=True, backend=graphs, dynamic=True)
     for lengths in ([11, 3, 6], [9, 16], [4, 8, 2]):
         ids, places = tokens(1, sum(lengths)), positions(lengths)
         labels = ids.masked_fill(places == 0, -100)
@@ -374,4 +370,4 @@ def test_compiled_model_is_not_compiled_again_for_other_lengths():
         got, want = compiled(**inputs), ours(**inputs)
         assert_near(got.logits, want.logits)
         assert_near(got.loss, want.loss)
-    assert len(graphs) == 1
+    assert graphs.frame_count == 1

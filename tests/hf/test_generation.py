@@ -11,6 +11,7 @@ import transformers
 from packaging.version import Version
 from tools.model_pairs import GENERATING
 from tools.support import covering
+from torch._dynamo.testing import CompileCounter
 from transformers import (
     AutoModelForCausalLM,
     CompileConfig,
@@ -127,9 +128,10 @@ def test_greedy(family: str, padding: str) -> None:
 def test_greedy_compiled(family: str) -> None:
     """`generate` compiles every step after the first, except for Llama 4."""
     ours, eager = pair(family)
-    inputs, graphs = prompts("left"), []
-    assert torch.equal(compiled(ours, inputs, backend=counting(graphs), mode=None), generate(eager, inputs))
-    assert len(graphs) in (1, 2)  # a static cache of a window runs other code once it is full
+    inputs, graphs = prompts("left"), CompileCounter()
+    settings = dict(backend=lambda *graph: graphs(*graph), mode=None)  # `generate` copies the settings
+    assert torch.equal(compiled(ours, inputs, **settings), generate(eager, inputs))
+    assert graphs.frame_count in (1, 2)  # a static cache of a window runs other code once it is full
 
 
 @pytest.mark.full
@@ -137,8 +139,8 @@ def test_greedy_compiled(family: str) -> None:
 def test_greedy_compiled_with_its_mask(family: str) -> None:
     """A step that makes its own mask from a 2D mask and a static cache is one graph; `generate` makes it outside."""
     ours, eager = pair(family)
-    inputs, graphs = prompts("left"), []
-    step = torch.compile(ours, fullgraph=True, backend=counting(graphs))
+    inputs, graphs = prompts("left"), CompileCounter()
+    step = torch.compile(ours, fullgraph=True, backend=graphs)
     mask = torch.nn.functional.pad(inputs["attention_mask"], (0, NEW), value=1)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     cache = StaticCache(ours.config, max_cache_len=PROMPT + NEW)
@@ -152,7 +154,7 @@ def test_greedy_compiled_with_its_mask(family: str) -> None:
             logits[:, GENERATING["eos_token_id"]] = float("-inf")
             tokens = torch.cat([tokens, logits.argmax(-1, keepdim=True)], 1)
     assert torch.equal(tokens, generate(eager, inputs))
-    assert len(graphs) in (1, 2)
+    assert graphs.frame_count in (1, 2)
 
 
 def compiled(model: Any, inputs: dict[str, Any], **settings: Any) -> torch.Tensor:
@@ -160,16 +162,6 @@ def compiled(model: Any, inputs: dict[str, Any], **settings: Any) -> torch.Tenso
     config = CompileConfig(fullgraph=True, **settings)
     config._compile_all_devices = True  # type: ignore[assignment]
     return generate(model, inputs, cache_implementation="static", compile_config=config, disable_compile=False)
-
-
-def counting(graphs: list[torch.fx.GraphModule]) -> Any:
-    """Return a compiler backend that runs graphs as they are and lists them."""
-
-    def backend(graph: torch.fx.GraphModule, _: Any) -> torch.fx.GraphModule:
-        graphs.append(graph)
-        return graph
-
-    return backend
 
 
 DECODING: dict[str, dict[str, Any]] = {

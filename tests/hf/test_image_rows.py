@@ -23,15 +23,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 BOUND = 1e-12
 """Largest error of logits in float64, relative to the largest logit."""
 
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-
-
-@pytest.fixture(autouse=True)
-def in_float64(monkeypatch):
-    """Keep norms and softmax of the models, which they compute in float32, in float64."""
-    softmax = torch.nn.functional.softmax
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    monkeypatch.setattr(torch.nn.functional, "softmax", lambda x, dim, dtype=None: softmax(x, dim))
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+    pytest.mark.usefixtures("float64"),
+]
 
 
 def documents_of(kind: str) -> list[dict[str, Tensor]]:

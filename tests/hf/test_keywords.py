@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tools.model_pairs import SIZES, attend, model_pair, tokens
+from torch._dynamo.testing import CompileCounter
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen2MoeConfig
 
 from flashmask_hf import masks
@@ -85,18 +86,12 @@ def test_unknown_keyword_warns_once():
 
 def test_unknown_keyword_is_compiled_without_a_warning(no_compiled_code):
     """Code that looks for the names that were warned of would be compiled anew after each warning."""
-    graphs = []
-
-    def count(graph, _):
-        graphs.append(graph)
-        return graph.forward
-
-    call = ({"temperature": torch.ones(2)}, "flashmask")
-    run = torch.compile(lambda x: (keywords.check_keywords(*call), x + 1)[1], backend=count, fullgraph=True)
+    graphs, call = CompileCounter(), ({"temperature": torch.ones(2)}, "flashmask")
+    run = torch.compile(lambda x: (keywords.check_keywords(*call), x + 1)[1], backend=graphs, fullgraph=True)
     run(torch.ones(2))
     keywords._warned.add("another")
     run(torch.ones(2))
-    assert len(graphs) == 1
+    assert graphs.frame_count == 1
 
 
 @pytest.mark.parametrize(

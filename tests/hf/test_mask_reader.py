@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.testing import CompileCounter
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -70,14 +71,6 @@ def dense(columns: Tensor, q_length: int) -> Tensor:
     return FlashMask(columns.mT.contiguous(), columns.shape[2] == 1).validate(q_length).to_dense(q_length)
 
 
-def counting(graphs: list[torch.fx.GraphModule]) -> Any:
-    def backend(graph: torch.fx.GraphModule, _: Any) -> torch.fx.GraphModule:
-        graphs.append(graph)
-        return graph
-
-    return backend
-
-
 CASES = [
     pytest.param(name, cache, marks=[pytest.mark.full] * (i % 2))
     for cache in ("none", "static")
@@ -88,7 +81,7 @@ CASES = [
 @pytest.mark.parametrize(("name", "cache"), CASES)
 def test_compiled(name: str, cache: str) -> None:
     """Compile one graph for all lengths; the columns equal those without a compiler."""
-    make, graphs = FUNCTIONS[name], []
+    make, graphs = FUNCTIONS[name], CompileCounter()
 
     def columns(t: dict[str, Tensor], queries: Tensor, padding: Tensor, offset: Any) -> Tensor:
         return mask_hook(
@@ -100,7 +93,7 @@ def test_compiled(name: str, cache: str) -> None:
             attention_mask=padding,
         )
 
-    compiled = torch.compile(columns, fullgraph=True, backend=counting(graphs), dynamic=True)
+    compiled = torch.compile(columns, fullgraph=True, backend=graphs, dynamic=True)
     for length in LENGTHS:
         t, padding = tables(length), torch.arange(length) >= torch.tensor([[0], [2]])
         offset = torch.tensor(length - 7) if cache == "static" else 0
@@ -117,7 +110,7 @@ def test_compiled(name: str, cache: str) -> None:
             allow_is_causal_skip=False,
         )
         assert torch.equal(dense(got, len(queries)).expand_as(want), want)
-    assert len(graphs) == 1
+    assert graphs.frame_count == 1
 
 
 SIZES: dict[str, Any] = dict(
@@ -161,8 +154,8 @@ def test_compiled_models(name: str, given: str) -> None:
         kind.from_config(MODELS[name](), attn_implementation=attention).eval() for attention in ("flashmask", "eager")
     )
     ours.load_state_dict(eager.state_dict())
-    graphs = []
-    compiled = torch.compile(ours, fullgraph=True, backend=counting(graphs), dynamic=True)
+    graphs = CompileCounter()
+    compiled = torch.compile(ours, fullgraph=True, backend=graphs, dynamic=True)
     for length in LENGTHS[:2]:
         inputs: dict[str, Any] = dict(input_ids=torch.randint(1, 48, (2, length)))
         real = torch.ones(2, length, dtype=torch.bool)
@@ -175,7 +168,7 @@ def test_compiled_models(name: str, given: str) -> None:
             inputs["use_cache"] = False
         got, want = (model(**inputs)[0][real] for model in (compiled, eager))
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
-    assert len(graphs) == 1
+    assert graphs.frame_count == 1
 
 
 def table_of(length: int) -> Tensor:
@@ -254,13 +247,13 @@ def test_a_function_that_branches_on_an_index_is_evaluated() -> None:
 
 def test_a_window_whose_size_is_an_input() -> None:
     """Another size is no reason to compile again."""
-    graphs = []
+    graphs = CompileCounter()
 
     def columns(x: Tensor, window: int) -> Tensor:
         function = hf.sliding_window_causal_mask_function(window)
         return mask_hook(batch_size=1, q_length=len(x), kv_length=len(x), mask_function=function)
 
-    compiled = torch.compile(columns, fullgraph=True, backend=counting(graphs), dynamic=True)
+    compiled = torch.compile(columns, fullgraph=True, backend=graphs, dynamic=True)
     for window in (3, 5, 40):
         assert torch.equal(compiled(torch.zeros(9), window), columns(torch.zeros(9), window))
-    assert len(graphs) == 1
+    assert graphs.frame_count == 1

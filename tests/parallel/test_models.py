@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tools import parallel_cases
-from tools.processes import each_case, left_out, run_cases
+from tools.processes import each_case, left_out, result, run_cases
 from tools.support import rounding
 
 SIZES = (2, 4)
@@ -32,12 +32,6 @@ FULL = {"compiled"} | {
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest) -> dict[int, dict[str, Any]]:
     return run_cases("tools.parallel_cases", SIZES, left_out(request, FULL))
-
-
-def result(found: dict[int, dict[str, Any]], size: int, name: str) -> Any:
-    outcome = found[size][name]
-    assert "error" not in outcome, outcome["error"]
-    return outcome
 
 
 @pytest.mark.parametrize(("size", "name"), each_case(COMPARED, FULL))

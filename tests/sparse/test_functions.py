@@ -14,7 +14,7 @@ from tools.fake_implementation import Fake, register
 from tools.sparse_attention import check, visible_pairs, with_impl
 from tools.support import INTERPRETED, Lane, attention_inputs, lanes
 from torch import Tensor
-from torch._dynamo.backends.debugging import aot_eager
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from flashmask_hf import FlashMask, masks
 from flashmask_hf._call.operators import plan_of
@@ -373,18 +373,6 @@ def test_gradients_against_finite_differences(attend) -> None:
     assert not function(q, k, v, sinks)[~visible.any(-1)].any()
 
 
-def compiled_once(function):
-    """`function` compiled to one graph, and the list of the graphs that were made."""
-    torch.compiler.reset()
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return aot_eager(graph, inputs)
-
-    return torch.compile(function, fullgraph=True, backend=backend), graphs
-
-
 @pytest.mark.parametrize("masked", [False, True], ids=["alone", "with a mask"])
 @pytest.mark.parametrize("attend", [qk_sparse_attention, hash_sparse_attention])
 def test_compiles_to_one_graph(attend, masked: bool) -> None:
@@ -394,7 +382,9 @@ def test_compiles_to_one_graph(attend, masked: bool) -> None:
         mask = FlashMask(indices, True) if masked else None
         return attend(2 * q, k, v, of_q, of_k, mask=mask) + 1
 
-    compiled, graphs = compiled_once(function)
+    torch.compiler.reset()
+    graphs = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(function, fullgraph=True, backend=graphs)
     indices = masks.causal_document([20, 20]).indices
     for seed, buckets in enumerate((4, 1, 40)):
         generator = torch.Generator().manual_seed(seed)
@@ -409,7 +399,7 @@ def test_compiles_to_one_graph(attend, masked: bool) -> None:
         ]
         for one, other in zip(*results, strict=True):
             assert torch.equal(one, other)
-    assert len(graphs) == 1
+    assert graphs.frame_count == 1
 
 
 @pytest.mark.gpu

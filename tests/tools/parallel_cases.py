@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from tools.tiny import VOCAB, llama_config
-from torch._dynamo.backends.debugging import aot_eager
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, MistralConfig
 from transformers.distributed import DistributedConfig
 
@@ -254,15 +254,10 @@ def checkpointed(options: dict[str, Any]) -> Callable[[Any], Any]:
 def compiled(group: Any) -> dict[str, float]:
     """Return how far a compiled model is off in steps whose masks and rows differ, and how often it is compiled."""
     worst: dict[str, float] = {"loss": 0.0, "gradients": 0.0}
-    graphs: list[int] = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        graphs.append(1)
-        return aot_eager(graph, inputs)
-
+    graphs = CompileCounterWithBackend("aot_eager")
     model = model_of("llama", 8, 4, layers=1)
     forward = model.model.forward
-    fast = torch.compile(forward, backend=backend, fullgraph=True)
+    fast = torch.compile(forward, backend=graphs, fullgraph=True)
     for whole in (documents(), {key: value.flip(0) for key, value in documents().items()}):
         model.zero_grad()
         loss = loss_of(model, whole_rows(whole), learned(whole))
@@ -280,7 +275,7 @@ def compiled(group: Any) -> dict[str, float]:
             "loss": max(worst["loss"], differences[0]),
             "gradients": max(worst["gradients"], *differences[1:]),
         }
-    return {**worst, "graphs": len(graphs)}
+    return {**worst, "graphs": graphs.frame_count}
 
 
 def two_layouts(group: Any) -> dict[str, float]:

@@ -56,6 +56,13 @@ def run_cases(module: str, sizes: tuple[int, ...], without: Collection[str] = ()
         return found
 
 
+def result(found: dict[Any, Any], size: int, name: str) -> Any:
+    """Return what `run_cases` found for a case, or fail with its error."""
+    outcome = found[size][name]
+    assert "error" not in outcome, outcome["error"]
+    return outcome
+
+
 def each_case(cases: list[tuple[int, str]], full: Collection[str]) -> list[Any]:
     """Return pairs of a size and a case as test parameters, marked full if `full` has the case, or case-size."""
     return [pytest.param(n, x, marks=[pytest.mark.full] * bool({x, f"{x}-{n}"} & {*full})) for n, x in cases]

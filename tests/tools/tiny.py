@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast, TrainingArguments
 
 VOCAB = 64
+EXACT = 1e-12
+"""Largest error in float64 of results whose sums have other orders, relative to the largest entry."""
 
 # The name of the argument; transformers 5.21 renamed it, and warns of the old name.
 CHECKPOINTING = next(f for f in ("activation_checkpointing", "gradient_checkpointing") if hasattr(TrainingArguments, f))
@@ -96,3 +100,61 @@ def trainer_settings(output_dir: Any) -> dict[str, Any]:
         "disable_tqdm": True,
         CHECKPOINTING: False,
     }
+
+
+def keep_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make models and losses cast to float64 what they cast to float32: norms, rotations, softmax, logits."""
+    to, softmax = torch.Tensor.to, torch.nn.functional.softmax
+
+    def cast(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if x.is_floating_point():
+            args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+            kwargs = {name: torch.float64 if arg is torch.float32 else arg for name, arg in kwargs.items()}
+        return to(x, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "to", cast)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    monkeypatch.setattr(torch.nn.functional, "softmax", lambda x, dim, dtype=None, **_: softmax(x, dim))
+    if head := sys.modules.get("trl.kernels.chunked_logprob"):  # it makes its sums by torch.zeros(..., torch.float32)
+        monkeypatch.setattr(head, "torch", SimpleNamespace(**vars(torch) | {"float32": torch.float64}))
+
+
+def gradients_of(model: Any) -> dict[str, torch.Tensor]:
+    """Return copies of the gradients of a model by parameter name."""
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def one_step(trainer: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, float]]:
+    """Return loss, gradients and metrics of the trainer's first batch."""
+    trainer._metrics["train"].clear()
+    trainer._total_train_tokens = 0
+    trainer.model.train()
+    trainer.model.zero_grad()
+    torch.manual_seed(2)
+    inputs = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    loss = trainer.compute_loss(trainer.model, inputs)
+    loss.backward()
+    metrics = {key: value[-1] for key, value in trainer._metrics["train"].items()}
+    return loss.detach(), gradients_of(trainer.model), metrics
+
+
+def assert_same_gradients(
+    gradients: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], bound: float = EXACT
+) -> None:
+    """Assert that all gradients are equal up to a bound, relative to the largest entry of each."""
+    assert gradients.keys() == expected.keys()
+    for name, wanted in expected.items():
+        scale = wanted.abs().max().clamp(min=1e-3)
+        assert ((gradients[name].to(wanted) - wanted).abs().max() / scale) < bound, name
+
+
+def assert_same_step(ours: Any, stock: Any, *added: str, bound: float = EXACT) -> dict[str, float]:
+    """Assert that loss, gradients and metrics of first steps are equal; return our metrics, `added` ones included."""
+    loss, gradients, metrics = one_step(ours)
+    expected_loss, expected_gradients, expected = one_step(stock)
+    torch.testing.assert_close(loss, expected_loss, rtol=bound, atol=bound)
+    assert_same_gradients(gradients, expected_gradients, bound)
+    assert metrics.keys() == expected.keys() | {*added}
+    for name, value in expected.items():
+        assert metrics[name] == pytest.approx(value, rel=bound, abs=bound), name
+    return metrics | {"loss": loss.item()}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tools.aligned_images import CASES, make, rows
-from tools.processes import run_cases
+from tools.processes import result, run_cases
 from tools.tiny import TRAINER_WARNINGS
 from tools.vision import tiny_processor
 
@@ -161,7 +161,6 @@ def found():
 @pytest.mark.full
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_without_images_train(found, name):
-    want, got = found[1][name], found[2][name]
-    assert "error" not in got, got["error"]
+    want, got = (result(found, size, name) for size in (1, 2))
     assert got["losses"] == pytest.approx(want["losses"], rel=1e-5, abs=1e-6)
     assert got["norms"] == pytest.approx(want["norms"], rel=1e-5, abs=1e-6)

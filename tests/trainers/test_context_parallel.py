@@ -10,7 +10,7 @@ from accelerate import ParallelismConfig
 from datasets import Dataset
 from tools.context_parallel_cases import CASES, GROUPS
 from tools.documents import SAME
-from tools.processes import each_case, left_out, run_cases
+from tools.processes import each_case, left_out, result, run_cases
 from tools.split_answers_cases import ANSWERS, EVALUATIONS, pairs
 from tools.support import rounding
 from tools.tiny import TRAINER_WARNINGS, llama_config, trainer_settings, word_tokenizer
@@ -45,12 +45,6 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CASES_FOLDER", str(folder))
         return {"folder": folder, **run_cases("tools.split_answers_cases", SIZES, left_out(request, FULL))}
-
-
-def result(found: dict[str, Any], size: int, name: str) -> Any:
-    outcome = found[size][name]
-    assert "error" not in outcome, outcome["error"]
-    return outcome
 
 
 STEP, LEARNING_RATE, CLIPPED = 512, 0.5, 0.3

@@ -14,7 +14,7 @@ from datasets import IterableDataset
 from datasets.distributed import split_dataset_by_node
 from tools.documents import SAME
 from tools.even_batches_cases import CASES
-from tools.processes import run_cases
+from tools.processes import result, run_cases
 from tools.tiny import FUSED_HEAD, TRAINER_WARNINGS
 from torch.utils.data import BatchSampler
 
@@ -28,12 +28,6 @@ pytestmark = TRAINER_WARNINGS
 @pytest.fixture(scope="module")
 def found() -> dict[int, dict[str, Any]]:
     return run_cases("tools.even_batches_cases", (1, 2))
-
-
-def result(found: dict[int, dict[str, Any]], size: int, name: str) -> Any:
-    outcome = found[size][name]
-    assert "error" not in outcome, outcome["error"]
-    return outcome
 
 
 @pytest.mark.full

@@ -7,36 +7,15 @@ import types
 import pytest
 import torch
 from datasets import Dataset, concatenate_datasets
-from tools.rewards import (
-    BEST,
-    CHAT,
-    USER,
-    WORST,
-    assert_same_step,
-    make,
-    margin_rows,
-    reward_tokenizer,
-    save_reward_model,
-    without,
-)
-from tools.tiny import TRAINER_WARNINGS, conversation, preference_rows, word_tokenizer
+from tools.rewards import BEST, CHAT, OURS, USER, WORST, make, margin_rows, without
+from tools.tiny import TRAINER_WARNINGS, assert_same_step, conversation, preference_rows, word_tokenizer
 from trl import RewardTrainer
 
 from flashmask_hf.collators import DataCollatorForMultiAnswerReward
 from flashmask_hf.trainers import MultiAnswerRewardTrainer
 from flashmask_hf.trainers.data_checks import check_rows
 
-pytestmark = TRAINER_WARNINGS
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return reward_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return save_reward_model(tmp_path_factory.mktemp("model"))
+pytestmark = [*TRAINER_WARNINGS, pytest.mark.usefixtures("float64")]
 
 
 # --- formats
@@ -203,17 +182,17 @@ def test_score_margin_of_chosen_and_rejected(model_path, tokenizer, tmp_path):
         without(row, "margin") | {"score_chosen": 8.0, "score_rejected": score}
         for row, score in zip(margin_rows(4), (8.0, 6.5, 3.0, 1.0), strict=True)
     ]
-    ours = make(MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, data, score_margin=0.2)
-    assert ours.train_dataset["margin"] == pytest.approx([0.0, 0.3, 1.0, 1.4])
-    stock = [row | {"margin": margin} for row, margin in zip(data, (0.0, 0.3, 1.0, 1.4), strict=True)]
-    assert_same_step(ours, make(RewardTrainer, model_path, tokenizer, tmp_path, stock))
+    ours = make(MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, data, score_margin=0.25)
+    assert ours.train_dataset["margin"] == [0.0, 0.375, 1.25, 1.75]
+    stock = [row | {"margin": margin} for row, margin in zip(data, (0.0, 0.375, 1.25, 1.75), strict=True)]
+    assert_same_step(ours, make(RewardTrainer, model_path, tokenizer, tmp_path, stock), *OURS)
     own = make(MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, stock)  # without score_margin
-    assert own.train_dataset["margin"] == [0.0, 0.3, 1.0, 1.4]
+    assert own.train_dataset["margin"] == [0.0, 0.375, 1.25, 1.75]
     for column in ("score_chosen", "score_rejected"):
-        with pytest.raises(ValueError, match=r"example 0 .* has neither scores nor a margin, but score_margin is 0.2"):
+        with pytest.raises(ValueError, match=r"example 0 .* has neither scores nor a margin, but score_margin is 0.25"):
             make(
                 MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, [without(row, column) for row in data],
-                score_margin=0.2,
+                score_margin=0.25,
             )  # fmt: skip
 
 
