@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
 import pickle
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from tools.model_pairs import assert_near
+from tools.processes import result, run_cases
 from tools.support import requires
 from tools.tiny import TRAINER_WARNINGS
 from torch import nn
@@ -817,25 +814,6 @@ def test_a_whole_graph():
 
 
 @pytest.mark.full
-def test_data_parallel_training(tmp_path):
+def test_data_parallel_training():
     """DDP and FSDP2 of two processes, with gradient accumulation, give the gradients of one process."""
-    program = Path(__file__).parent.parent / "tools" / "tiled_ranks.py"
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(program), str(rank), str(tmp_path / "store")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=240)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    for process, output in zip(ranks, outputs, strict=True):
-        assert process.returncode == 0, output
-        assert output.split("\n")[:4] == ["DDP ok", "FSDP2 ok"] * 2
+    result(run_cases("tools.tiled_ranks", (2,)), 2, "tiled")

@@ -1,17 +1,11 @@
-"""One of two processes that train a tiled Llama under DDP and FSDP2, and compare gradients with a plain model's.
-
-The arguments are the rank and the path of a file through which the processes find each other.
-"""
+"""Case of `tests/long_rows/test_tiling.py`: a tiled Llama under DDP and FSDP2 has the gradients of a plain model."""
 
 from __future__ import annotations
 
 import copy
-import gc
-import sys
-import warnings
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -21,7 +15,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from flashmask_hf.long_rows import tile_tokens
 from flashmask_hf.long_rows.checkpointing import enable_checkpointing
 
-WORLD = 2
 STEPS = 2  # micro-batches of gradient accumulation
 
 
@@ -39,14 +32,10 @@ def check(name: str, model: nn.Module, want: dict[str, torch.Tensor]) -> None:
         torch.testing.assert_close(
             grad, want[key], rtol=1e-4, atol=1e-6, msg=lambda text, at=key: f"{name} {at} {text}"
         )
-    print(name, "ok")
 
 
-def main() -> None:
-    rank, path = int(sys.argv[1]), sys.argv[2]
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(path, WORLD), rank=rank, world_size=WORLD)
+def train(group: Any) -> dict[str, Any]:
+    size, rank = group.size(), group.rank()
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=48,
@@ -60,9 +49,9 @@ def main() -> None:
     plain = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
     tiled = copy.deepcopy(plain)
     tile_tokens(tiled, 6)
-    for other in range(WORLD):
+    for other in range(size):
         accumulate(plain, other)
-    want = {name: parameter.grad / WORLD for name, parameter in plain.named_parameters()}
+    want = {name: parameter.grad / size for name, parameter in plain.named_parameters()}
     for checkpointed in (False, True):
         model = copy.deepcopy(tiled)
         if checkpointed:
@@ -70,7 +59,7 @@ def main() -> None:
         ddp = copy.deepcopy(model)
         accumulate(DistributedDataParallel(ddp), rank)
         check("DDP", ddp, want)
-        mesh = init_device_mesh("cpu", (WORLD,))
+        mesh = init_device_mesh("cpu", (size,))
         for layer in model.model.layers:
             # A group of the norm alone: its weight is gathered for the call of the tiled module itself.
             fully_shard(layer.input_layernorm, mesh=mesh)
@@ -78,8 +67,7 @@ def main() -> None:
         fully_shard(model, mesh=mesh)
         accumulate(model, rank)
         check("FSDP2", model, want)
+    return {}
 
 
-main()
-gc.collect()  # models that are wrapped refer to the group, whose threads must end before the process does
-dist.destroy_process_group()
+CASES = {"tiled": train}

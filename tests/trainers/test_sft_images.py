@@ -9,12 +9,12 @@ import torch
 from accelerate import ParallelismConfig
 from datasets import Dataset, concatenate_datasets
 from peft import LoraConfig
+from tools.aligned_images import Gradients
 from tools.model_pairs import BOUND
 from tools.processes import result, run_cases
 from tools.tiny import CHECKPOINTING, TRAINER_WARNINGS, trainer_settings
 from tools.vision import KINDS, conversations, tiny_model, tiny_processor
 from tools.vision_cases import CASES
-from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
@@ -33,16 +33,6 @@ FILM = Dataset.from_list([{"images": [], "messages": [{"role": x, "content": y} 
 
 GIVEN = ("data_collator", "eval_dataset", "formatting_func", "max_image_tokens", "peft_config", "split")
 """Arguments of the trainer; other options are of its config."""
-
-
-class Gradients(TrainerCallback):
-    """Keeps each step's gradients by the parameters' names."""
-
-    def __init__(self):
-        self.steps: list[dict[str, torch.Tensor]] = []
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, *, model: Any, **kwargs: Any) -> None:
-        self.steps.append({name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None})
 
 
 def trainer_of(
