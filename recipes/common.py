@@ -204,7 +204,6 @@ def check_model_path(flag: str, name: str) -> None:
 
 
 def make_demo_data(path: Path, demo: Callable[[], DatasetDict]) -> Any:
-    """Write a dataset to disk and load it: processes share its cache."""
     on_main_process(lambda: demo().save_to_disk(path))
     return load_from_disk(path)
 
@@ -290,7 +289,6 @@ def train(trainer: Any, script_args: ScriptArguments) -> None:
 
 
 def load_for_inference(auto_class: Any, path: str, args: Any, **kwargs: Any) -> Any:
-    """Load a model or adapter with the attention of its training; `kwargs` go to `from_pretrained`."""
     unset_hf_deepspeed_config()  # else ZeRO-3 shards the model over processes that do not load it
     attention = args.model_init_kwargs["attn_implementation"]
     model = auto_class.from_pretrained(

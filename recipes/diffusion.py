@@ -97,7 +97,6 @@ def make_collator(flags: RecipeArguments, mask_token_id: int) -> DataCollatorFor
 
 
 def show(trainer: Any, flags: RecipeArguments) -> None:
-    """Fill in documents of the test split, and print how much is as written."""
     args, tokenizer = trainer.args, trainer.processing_class
     model = common.load_for_inference(AutoModelForCausalLM, str(args.output_dir), args)
     right = total = 0
@@ -113,7 +112,6 @@ def show(trainer: Any, flags: RecipeArguments) -> None:
 
 
 def documents(dataset: Any) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield the token ids and the labels of each document of packed rows."""
     for row in dataset:
         yield from zip(row["input_ids"][:-1], row.get("labels", row["input_ids"])[:-1], strict=True)
 

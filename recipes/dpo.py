@@ -60,7 +60,6 @@ def show(trainer: Any, path: str, revision: str, number: int) -> None:
 
 @torch.no_grad()
 def log_probability(model: Any, question: list[int], answer: list[int]) -> float:
-    """Return the log-probability of an answer to a question, in nats."""
     input_ids = torch.tensor([question + answer], device=model.device)
     logits = model(input_ids=input_ids).logits[0, len(question) - 1 : -1].float()
     return -torch.nn.functional.cross_entropy(logits, input_ids[0, len(question) :], reduction="sum").item()

@@ -153,8 +153,6 @@ def report(trainer: Any) -> None:
         return
     first, last = logged[0], logged[-1]
     print(f"Mean reward: {first['reward']:.3f} at step {first['step']}, {last['reward']:.3f} at step {last['step']}")
-    shown = [f"{name} {last[name]:.3f}" for name in ("shared_tokens_saved", "mask_sparsity") if name in last]
-    print(f"At step {last['step']}: {', '.join(shown)}")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from flashmask_hf.names import VECTORS
 
 
 def write(folder: object, what: str, draw: Callable[[Path], None]) -> None:
-    """Draw picture.png in a folder, and print what it shows."""
     path = Path(str(folder), "picture.png")
     try:
         draw(path)
@@ -23,7 +22,6 @@ def write(folder: object, what: str, draw: Callable[[Path], None]) -> None:
 
 
 def draw(trainer: Any, path: Path) -> None:
-    """Draw the loss and the mask of a row of a `PackedSFTTrainer`."""
     row = trainer.data_collator([next(iter(trainer.train_dataset))])
     documents = int((row["position_ids"] == 0).sum())
     _draw(trainer, "loss", "Training loss", row[VECTORS], f"Mask of a row of {documents} documents", path)

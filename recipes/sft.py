@@ -144,7 +144,6 @@ def add_long_rows(trainer: PackedSFTTrainer, flags: RecipeArguments) -> None:
 
 
 def generate(args: SFTConfig, prompt: str, path: str, *, max_new_tokens: int = 64, **kwargs: Any) -> str:
-    """Return the answer of a saved model or adapter to a prompt."""
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code, **kwargs)
     model = common.load_for_inference(AutoModelForCausalLM, path, args, **kwargs)
     if tokenizer.chat_template:

@@ -29,7 +29,7 @@ import sysconfig
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
@@ -65,11 +65,8 @@ TURN = 5  # steps; the seconds of the first turn are left out
 SMOOTHED = 20  # last steps that the summary's loss averages
 
 
-class Step(NamedTuple):
-    """Loss and seconds of one training step."""
-
-    loss: float
-    seconds: float
+Step = tuple[float, float]
+"""Loss and seconds of one training step."""
 
 
 class NormalizedQueries(LlamaAttention):
@@ -131,7 +128,7 @@ class Run:
         synchronize()
         seconds = (time.perf_counter() - start) / len(losses)
         means: Any = self.accelerator.reduce(torch.stack(losses), "mean")
-        return [Step(mean, seconds) for mean in means.tolist()]
+        return [(mean, seconds) for mean in means.tolist()]
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Tensor]) -> float:
@@ -192,7 +189,7 @@ def train(runs: dict[str, Run], rows: Tensor, steps: int, accelerator: Accelerat
         for name, run in runs.items():
             history[name] += run.turn(batches)
         if first % 50 == 0 or turn[-1] == steps - 1:
-            losses = "  ".join(f"{name} {taken[-1].loss:.4f}" for name, taken in history.items())
+            losses = "  ".join(f"{name} {taken[-1][0]:.4f}" for name, taken in history.items())
             accelerator.print(f"step {turn[-1] + 1}: {losses}", flush=True)
     return history
 
@@ -248,14 +245,14 @@ def main(argv: Sequence[str]) -> None:
 
     batches = [rows.to(accelerator.device, torch.int64) for rows in held_out.view(shape)]
     counted = {name: steps[min(TURN, arguments.steps - 1) :] for name, steps in history.items()}
-    medians = {name: statistics.median(step.seconds for step in steps) for name, steps in counted.items()}
+    medians = {name: statistics.median(seconds for _, seconds in steps) for name, steps in counted.items()}
     summary = []
     for name, seconds in medians.items():
         row = {"variant": name, "length": arguments.length, "batch": arguments.batch}
         row |= {"processes": accelerator.num_processes, "compiled": arguments.compile, "steps": arguments.steps}
         row |= {"ms_per_step": round(1000 * seconds, 2)}
         row["against_sdpa"] = round(medians[BASE] / seconds, 3) if BASE in medians else ""
-        row["loss"] = round(statistics.mean(step.loss for step in history[name][-SMOOTHED:]), 4)
+        row["loss"] = round(statistics.mean(loss for loss, _ in history[name][-SMOOTHED:]), 4)
         row["held_out_loss"] = "" if arguments.time_only else round(runs[name].evaluate(batches), 4)
         summary.append(row)
     if not accelerator.is_main_process:
@@ -263,8 +260,8 @@ def main(argv: Sequence[str]) -> None:
     file = None if arguments.out is None else arguments.out / f"sparse_{arguments.length}.csv"
     Results(file).add(summary)
     if file is not None and not arguments.time_only:
-        taken = [(name, number, step) for name, steps in history.items() for number, step in enumerate(steps, start=1)]
-        losses = [{"variant": name, "step": number, **step._asdict()} for name, number, step in taken]
+        losses = [{"variant": name, "step": nth, "loss": loss, "seconds": seconds}
+                  for name, steps in history.items() for nth, (loss, seconds) in enumerate(steps, 1)]  # fmt: skip
         Results(file.with_name(f"{file.stem}_steps.csv")).add(losses, silent=True)
 
 

@@ -41,7 +41,6 @@ CHAT_TEMPLATE = (
 
 
 def draw(colour: str, generator: random.Random) -> Image.Image:
-    """Draw a shape of a colour, of random size at a random place."""
     picture = Image.new("RGB", (SIDE, SIDE), "white")
     size = generator.randint(SIDE // 2, SIDE - 4)
     left, top = (generator.randint(0, SIDE - size) for _ in range(2))
@@ -71,7 +70,6 @@ def pictures(train: int = 1500, test: int = 60) -> DatasetDict:
 
 
 def build_model(path: str | Path) -> None:
-    """Write a tiny, untrained LLaVA and its processor to a folder, for `from_pretrained`."""
     tokenizer: Any = data.build_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": [data.USER, data.ASSISTANT, IMAGE]})
     side = {"height": SIDE, "width": SIDE}

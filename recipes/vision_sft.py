@@ -53,7 +53,6 @@ def parse(argv: Sequence[str]) -> common.Flags:
 
 
 def show(args: SFTConfig, examples: Sequence[dict[str, Any]]) -> None:
-    """Print the saved model's answers beside the expected ones."""
     processor = AutoProcessor.from_pretrained(args.output_dir, trust_remote_code=args.trust_remote_code)
     model = common.load_for_inference(AutoModelForImageTextToText, str(args.output_dir), args)
     right = 0

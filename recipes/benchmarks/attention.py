@@ -108,7 +108,6 @@ def widths(text: str) -> tuple[int, int]:
 
 
 def documents(length: int, generator: torch.Generator) -> list[int]:
-    """Draw lengths of documents (appendix A.5.2)."""
     low, high = (3, 7) if length <= 8192 else (10, 14) if length <= 32768 else (11, 15)
     count = int(torch.randint(low, high + 1, (1,), generator=generator))
     return random_lengths(length, count, generator)
@@ -120,7 +119,6 @@ def _question(length: int, generator: torch.Generator) -> tuple[int, list[int]]:
 
 
 def _qk_sparse(length: int, generator: torch.Generator) -> FlashMask:
-    """Drop 2% of the queries and of the keys at random."""
     q_keep, k_keep = (torch.rand(1, 1, length, generator=generator) >= 0.02 for _ in range(2))
     return masks.qk_sparse(q_keep, k_keep)
 
@@ -134,7 +132,6 @@ def _intervals(length: int, generator: torch.Generator, n: int) -> FlashMask:
 
 
 def _windows(length: int, generator: torch.Generator) -> FlashMask:
-    """Draw a sliding window of 1/64 of the row up to all of it."""
     share = 2 ** int(torch.randint(0, 7, (1,), generator=generator))
     return masks.sliding_window(length, -(-length // share))
 
@@ -313,7 +310,6 @@ Figures = dict[str, list[dict[str, object]]]
 
 
 def inputs(shape: Shape, q_len: int, device: str) -> list[Tensor]:
-    """Draw q, k, v and the gradient of the output, laid out as in a model."""
     batch, heads, kv_heads, kv_len, dim, v_dim = shape
     sizes = (q_len, heads, dim), (kv_len, kv_heads, dim), (kv_len, kv_heads, v_dim), (q_len, heads, v_dim)
     q, k, v, dout = (torch.randn(batch, *size, device=device, dtype=torch.bfloat16).transpose(1, 2) for size in sizes)
@@ -462,7 +458,6 @@ def time_passes(
 
 
 def mask_cost(make: Callable[[], Attention]) -> tuple[float, float]:
-    """Return the median milliseconds and peak MiB of preparing a mask."""
     if not torch.cuda.is_available():
         return interleaved_medians({"": make}, 3, 1)[""], 0.0
     before = torch.cuda.memory_allocated()
@@ -509,7 +504,6 @@ def time_calls(table: dict[str, Prepared], case: Case, tensors: Sequence[Tensor]
 
 
 def measure_plan(work: Work, a: argparse.Namespace) -> list[dict[str, object]]:
-    """Return the microseconds and the bytes per token of a plan."""
     mask, length = work.make().to(a.device), work.shape.length
     build = partial(make_plan, mask.indices, mask.causal, length)
     calls: dict[str, Callable[[], object]] = {"issued": build}

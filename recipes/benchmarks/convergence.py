@@ -111,7 +111,6 @@ def curve(task: str, name: str, seed: int, model_path: str, steps: int) -> list[
 
 
 def compare(task: str, seed: int, steps: int, *, again: bool = True) -> tuple[list[dict[str, object]], list[str]]:
-    """Train the curves of a task; return a row of losses per step, and the faults."""
     with tempfile.TemporaryDirectory() as path:
         data.build_model(path, initializer_range=0.02)  # for which the learning rates were chosen
         curves = {name: curve(task, name, seed, path, steps) for name in curves_of(task, again)}

@@ -175,8 +175,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--providers", nargs="+", default=PROVIDERS, choices=PROVIDERS)
     parser.add_argument("--turns", type=int, default=7, help="measurements of each provider")
     a = parsed(parser, argv)
-    running = available([name for name in PADDED if any(x.startswith(name) for x in a.providers)], a.device)
-    running = [name for name in a.providers if name == "flashmask" or name.removesuffix("_flat") in running]
+    running = available(a.providers, a.device)
     results = Results(a.csv)
     for shape in a.shapes:
         for case in a.cases:

@@ -35,7 +35,6 @@ VERSIONS = "import torch, triton, transformers as t; print(torch.__version__, tr
 
 
 def child(device: str) -> None:
-    """Print the times of a first call in this process as JSON."""
     import torch
     import transformers.modeling_utils  # noqa: F401  # not part of the import that is timed
 

@@ -58,7 +58,6 @@ def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpa
 
 
 def time_left(a: argparse.Namespace) -> float:
-    """Return the seconds until `--deadline`."""
     return START + a.deadline - time.monotonic()
 
 
@@ -76,7 +75,6 @@ def conditions() -> dict[str, str]:
 
 
 def milliseconds(function: Callable[[], object]) -> float:
-    """Return the milliseconds of a call between events, or by the host's clock without a GPU."""
     if not torch.cuda.is_available():
         return host_milliseconds(function)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -217,7 +215,7 @@ def in_turns(
 def available(names: Sequence[str], device: str) -> list[str]:
     running = []
     for name in names:
-        plain = name.removesuffix("_single")
+        plain = name.removesuffix("_single").removesuffix("_flat")
         version = plain.rpartition("flash_attention_")[2]
         if "flex_attention" in name and device == "cpu":
             print(f"{name} is left out: it has no backward on a CPU", flush=True)

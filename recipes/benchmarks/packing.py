@@ -37,7 +37,6 @@ PACKERS: dict[str, Any] = {
 
 
 def write_documents(path: str, count: int) -> int:
-    """Write a dataset of random documents to `path`; return the number of its tokens."""
     generator = np.random.default_rng(0)
     lengths = np.clip(generator.lognormal(np.log(5_240) - 0.5, 1.0, count), 1, LONG_ROW).astype(np.int64)
     tokens = generator.integers(0, 128_256, lengths.sum(), dtype=np.int32)

@@ -150,7 +150,6 @@ def arguments_of(config: Any, device: str, **options: Any) -> Any:
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer of five words, which trainers need."""
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "why": 2, "so": 3, "no": 4}, unk_token="<pad>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")

@@ -67,7 +67,6 @@ Usage = dict[str, list[float]]
 
 
 def kind_in(kinds: Sequence[tuple[str, str]], name: str) -> str | None:
-    """Return the kind of the first pattern that fits a name."""
     return next((kind for kind, pattern in kinds if re.fullmatch(pattern, name, re.DOTALL)), None)
 
 
@@ -120,7 +119,6 @@ def usage_by_kind(events: Iterable[Any]) -> Usage:
 
 
 def _runs_on_cpu(event: Any) -> bool:
-    """Return whether an event of a profile is one of the host."""
     return event.device_type.name == "CPU"
 
 
@@ -160,7 +158,6 @@ def measure(study: Study, length: int, device: str) -> tuple[float, Usage]:
 
 
 def rows_of(usage: Usage, step_milliseconds: float) -> list[dict[str, object]]:
-    """Return a row per kind, the longest first, then the idle time."""
     spent = [(sum(microseconds) / 1000, len(microseconds), kind) for kind, microseconds in usage.items()]
     busy = sum(milliseconds for milliseconds, *_ in spent)
     spent = [*sorted(spent, reverse=True), (max(0.0, step_milliseconds - busy), 0, "idle")]
