@@ -322,10 +322,8 @@ def _pack(
 ) -> pa.Table:
     """Pack examples with the columns `given`; only the cache of `Dataset.map` reads `version`."""
     lengths: list[int] = []
-    sizes: list[int] = []
     weighs = share_prefixes or loss_mean == "example" or WEIGHT in given
     documents: list[dict[str, NDArray[Any]]] = []
-    weights: list[NDArray[Any]] = []
     columns: dict[str, NDArray[Any]] = {}
     packed: dict[str, list[list[Any]]]
     count = 0
@@ -343,14 +341,14 @@ def _pack(
             if "labels" not in document or has_labels(document["labels"]):
                 documents.append(document)
                 if weighs:
-                    weights.append(learned_tokens(document, name) * document.get(WEIGHT, 1) / max(learned, 1))
-                sizes.append(size)
+                    document[WEIGHT] = learned_tokens(document, name) * document.get(WEIGHT, 1) / max(learned, 1)
     if warns:
         _warn_of_losses(np.array(lengths), max_length, mode, count, len(documents))
+    sizes = [len(document["input_ids"]) for document in documents]
     if sum(sizes) >= 2**31:
         raise ValueError(f"batch_size packs {sum(sizes)} tokens together, more than 2**31 - 1; make it smaller")
     if weighs:
-        sequences = [document["input_ids"] for document in documents]
+        sequences, weights = ([document[column] for document in documents] for column in ("input_ids", WEIGHT))
         packed = pack_shared_rows(sequences, weights, row_length, share=share_prefixes)
     else:
         rows = best_fit_decreasing(sizes, row_length)

@@ -39,7 +39,7 @@ def read_documents(
     given = {column: value for column, value in example.items() if value is not None}
     if "input_ids" not in given:
         raise ValueError(f"{name} has no input_ids; tokenize the dataset first. It has: {', '.join(map(str, given))}")
-    lengths = _flatten(given, columns, name)
+    marked = _flatten(given, columns, name) if is_packed(given["input_ids"]) else {}
     try:
         input_ids = as_token_ids(given["input_ids"], f"input_ids of {name}")
     except TypeError as error:
@@ -58,8 +58,8 @@ def read_documents(
                 raise ValueError(f"{problem}; they must be one to one")
     if "attention_mask" in given and not given["attention_mask"].all():
         raise ValueError(padded(name))
-    if lengths is not None or "seq_lengths" in given or "position_ids" in given:
-        return given, input_ids, _document_lengths(given, lengths, tokens, name)
+    if marked or "seq_lengths" in given or "position_ids" in given:
+        return given, input_ids, _document_lengths(given, marked, tokens, name)
     unread = unread_documents(given)
     if unread is not None:
         raise ValueError(
@@ -87,29 +87,23 @@ def unread_documents(example: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _flatten(example: dict[str, Any], columns: Sequence[str], name: str) -> list[int] | None:
-    """Join the documents of a packed row's columns in place, and return their lengths; None for a flat example."""
-    lengths: list[int] | None = None
-    if is_packed(example["input_ids"]):
-        for column in ("input_ids", *columns):
-            if is_packed(example.get(column)):
-                documents = [as_integers(document, f"{column} of {name}") for document in example[column]]
-                own = [len(document) for document in documents[:-1]]
-                lengths = own if lengths is None else lengths
-                if 0 in own:
-                    raise ValueError(f"document {own.index(0)} of {name}, a packed row, is empty; remove it")
-                if lengths and own != lengths:
-                    problem = f"has documents of {own} entries, but its input_ids of {lengths}"
-                    raise ValueError(f"{column} of {name} {problem}; they must be one to one")
-                example[column] = np.concatenate(documents)
-    return lengths
+def _flatten(example: dict[str, Any], columns: Sequence[str], name: str) -> dict[str, NDArray[np.int64]]:
+    """Join the documents of a packed row's columns in place, and return their lengths, int64 [documents], by column."""
+    marked: dict[str, NDArray[np.int64]] = {}
+    for column in ("input_ids", *columns):
+        if is_packed(example.get(column)):
+            documents = [as_integers(document, f"{column} of {name}") for document in example[column]]
+            example[column] = np.concatenate(documents)
+            marked[column] = np.array([len(document) for document in documents[:-1]], dtype=np.int64)
+            if not marked[column].all():
+                raise ValueError(f"document {marked[column].argmin()} of {name}, a packed row, is empty; remove it")
+    return marked
 
 
 def _document_lengths(
-    example: Mapping[str, Any], packed: list[int] | None, tokens: int, name: str
+    example: Mapping[str, Any], marked: dict[str, NDArray[np.int64]], tokens: int, name: str
 ) -> NDArray[np.int64]:
-    """Return the lengths of a row's documents, int64 [documents]; `packed`, in a row of `pack_dataset`, must agree."""
-    marked = {} if packed is None else {"input_ids": np.array(packed)}
+    """Return the lengths of a row's documents, int64 [documents]; its columns, `marked` if packed, must agree."""
     if "seq_lengths" in example:
         marked["seq_lengths"] = as_integers(example["seq_lengths"], f"seq_lengths of {name}")
         try:

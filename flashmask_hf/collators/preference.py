@@ -114,7 +114,8 @@ class DataCollatorForSharedQuestion(PackingCollator):
         segments = [first_equals(answers, range(1, len(answers) + 1)) for _, answers, _ in read]
         most = max(map(len, segments))
         leaves = [(index, own[nth]) for nth in range(most) for index, own in enumerate(segments) if nth < len(own)]
-        starts = torch.tensor([len(read[index][0]) for index, _ in leaves])[:, None]
+        trees = [index for index, _ in leaves]
+        starts = torch.tensor([len(read[index][0]) for index in trees])[:, None]
         ends = starts + torch.tensor([len(read[index][1][segment - 1]) for index, segment in leaves])[:, None]
         at = torch.arange(int(ends.max()))
         real = at < ends
@@ -126,30 +127,19 @@ class DataCollatorForSharedQuestion(PackingCollator):
             **rows.indexed_batch(place),
         }
         if self.read_images is not None:
-            self._add_images(batch, pixels, examples, [index for index, _ in leaves], real)
+            types = {name: torch.zeros_like(batch["input_ids"]) for name in TOKEN_TYPES if name in examples[0]}
+            for name, values in types.items():
+                for row, index in zip(values, trees, strict=True):
+                    row[: len(examples[index][name])] = examples[index][name]
+            sizes = [examples[index]["sizes"] for index in trees]
+            add_image_tokens(batch, batch["input_ids"], real, types, sizes, trees, self.rope_index)
+            batch |= pixels
         if most > 2:
-            batch["question_index"] = torch.tensor([index for index, _ in leaves])
+            batch["question_index"] = torch.tensor(trees)
         for column, values in numbers.items():
             if all_have(column, [value is not None for value in values], names):
                 batch[PAIR_WEIGHTS if column == WEIGHT else column] = torch.tensor(values)
         return batch
-
-    def _add_images(
-        self,
-        batch: dict[str, Tensor],
-        pixels: dict[str, Tensor],
-        examples: Sequence[Mapping[str, Any]],
-        trees: list[int],
-        real: Tensor,
-    ) -> None:
-        """Add pixels, and the types and positions of image tokens, to a batch of sequences of the examples `trees`."""
-        types = {name: torch.zeros_like(batch["input_ids"]) for name in TOKEN_TYPES if name in examples[0]}
-        for name, values in types.items():
-            for row, index in zip(values, trees, strict=True):
-                row[: len(examples[index][name])] = examples[index][name]
-        sizes = [examples[index]["sizes"] for index in trees]
-        add_image_tokens(batch, batch["input_ids"], real, types, sizes, trees, self.rope_index)
-        batch |= pixels
 
     def check(self, example: Mapping[str, Any], name: str) -> bool:
         """Return whether `max_length` cuts an example; raise the error that collating it would raise."""

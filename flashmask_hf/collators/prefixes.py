@@ -24,19 +24,18 @@ def share_prompts(
         kinds: a number for each sequence, by which prompts of the same tokens differ, as by their images. Trees are
             sorted by their prompts, then by kind.
     """
-    members: dict[tuple[bytes, int], list[int]] = {}
-    for row, (tokens, length) in enumerate(zip(sequences, prompt_lengths, strict=True)):
-        members.setdefault((sort_key(tokens[:length]), kinds[row] if kinds else 0), []).append(row)
+    prompts = [sort_key(tokens[:length]) for tokens, length in zip(sequences, prompt_lengths, strict=True)]
+    keys = list(zip(prompts, kinds or [0] * len(prompts), map(sort_key, sequences), strict=True))
     forests: list[Forest] = []
     leaves: list[Leaf] = [(0, 0)] * len(sequences)
-    for _, rows in sorted(members.items()):
-        answers: list[NDArray[np.int64]] = []
-        for row in sorted(rows, key=lambda row: sort_key(sequences[row])):
-            answer = sequences[row][prompt_lengths[row] :]
-            if len(answer):
-                answers.append(answer)
-            leaves[row] = (len(forests), len(answers) if len(answer) else 0)
-        forests.append(Forest.from_trees((sequences[rows[0]][: prompt_lengths[rows[0]]], answers)))
+    order = sorted(range(len(sequences)), key=keys.__getitem__)
+    for _, group in itertools.groupby(order, key=lambda row: keys[row][:2]):
+        rows = list(group)
+        answers = [sequences[row][prompt_lengths[row] :] for row in rows]
+        empty = sum(not len(answer) for answer in answers)  # sorted: they come first
+        for nth, row in enumerate(rows):
+            leaves[row] = (len(forests), max(0, nth + 1 - empty))
+        forests.append(Forest.from_trees((sequences[rows[0]][: prompt_lengths[rows[0]]], answers[empty:])))
     return forests, leaves
 
 

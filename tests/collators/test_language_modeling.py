@@ -113,7 +113,11 @@ def test_a_row_of_documents_keeps_them(kind, columns):
         ),
         ({"input_ids": [[4, 5, 6], [], [7, 8], []]}, ValueError, "document 1 of example 0, a packed row, is empty"),
         ({"input_ids": [[]]}, ValueError, "example 0 is empty"),
-        ({"labels": [[4, 5], [6, 7, 8], []]}, ValueError, r"labels of example 0 has documents of \[2, 3\] entries"),
+        (
+            {"labels": [[4, 5], [6, 7, 8], []]},
+            ValueError,
+            "input_ids and labels of example 0 describe different documents",
+        ),
         ({"labels": [[4, 5, 6], [7, 8]]}, TypeError, "labels of example 0 must be a flat sequence"),
         ({"labels": [4, 5, 6, 7]}, ValueError, "labels of example 0 has 4 entries"),
         (
