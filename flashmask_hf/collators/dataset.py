@@ -6,7 +6,7 @@ import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
-from reprlib import Repr
+from reprlib import repr as brief
 from typing import Any, TypeVar
 
 import numpy as np
@@ -72,30 +72,29 @@ def pack_dataset(
             `token_type_ids`, all lists of integers, and `weight`, a number or a list of one number per token. Other
             columns, and columns that `with_format` hides, are dropped, with a warning for other weights.
         max_length: maximum number of tokens of a document.
-        split: cut a longer document into consecutive pieces, each a document of its own with positions from 0.
+        split: cut a longer document into consecutive pieces, each a document of its own.
         truncation_mode: what to do with a longer document otherwise: "error", "keep_start" or "keep_end".
         completion_only_loss: as in `DataCollatorForPackedLanguageModeling`.
-        loss_mean: "example" divides weights by the example's number of labels, so that examples of any length count the
-            same; "token" does not.
-        max_position_embeddings: the model's number of positions; a longer document raises. None skips the check.
+        loss_mean: "example" divides weights by the example's number of labels, so that all examples count the same;
+            "token" does not.
+        max_position_embeddings: the model's number of positions, the limit of a document, or None.
         batch_size: number of examples packed together. Larger batches pack tighter, and delay a stream's first row.
             None is 4,000 for a Dataset and 1,000 for an IterableDataset.
         num_proc: number of processes, for a `Dataset`.
         row_length: maximum number of tokens of a row, at least `max_length`; None is `max_length`.
         share_prefixes: compute common prefixes of examples once per row, for causal models in `PackedSFTTrainer`; their
-            labels count once per example. Examples share if they are packed together; a Dataset is first sorted.
+            labels count once per example. A Dataset is first sorted, so that examples with them are packed together.
 
     Returns:
         Dataset or IterableDataset: one example per row, in int32. `input_ids` is a list of documents, the last one
         empty; so are `labels` and `token_type_ids`, if the examples have them. `seq_lengths` has the lengths of the
         documents. Rows without labels learn every token. With weights, by `weight` or `loss_mean`, or
-        `share_prefixes`, `input_ids` is a list of segments, then the parent of each segment, -1 for a root, then an
-        empty list; `label_weights`, float32, is the sum of the weights with which examples learn each token, the last
-        list empty; `seq_lengths` has the lengths of the segments. With `share_prefixes`, `example_lengths` has the
-        lengths of the examples.
+        `share_prefixes`, `input_ids` are segments, then the parent of each segment, -1 for a root, then an empty list;
+        `label_weights`, float32, sum the weights with which examples learn each token; `seq_lengths` has the lengths of
+        the segments, and `example_lengths`, with `share_prefixes`, the lengths of the examples.
 
     Raises:
-        TypeError: `dataset` is neither a Dataset nor an IterableDataset, or an argument or a column has another type.
+        TypeError: an argument or a column has another type.
         ValueError: an argument is out of range; the dataset is empty, already packed, has a transform, or has no
             labels; or an example is empty, too long or padded, has an empty completion, negative token ids, or columns
             of different lengths, or lacks a column that others have. With weights or `share_prefixes`, also for labels
@@ -118,12 +117,11 @@ def pack_dataset(
     max_length = as_integer("max_length", max_length, 1)
     default = 4_000 if isinstance(dataset, Dataset) else 1_000
     batch_size = as_integer("batch_size", default if batch_size is None else batch_size, 1)
-    num_proc = as_count("num_proc", num_proc)
     max_position_embeddings = as_count("max_position_embeddings", max_position_embeddings)
     if loss_mean not in ("token", "example"):
         raise ValueError(f"loss_mean must be 'token' or 'example', got {loss_mean!r}")
-    row_length = max_length if row_length is None else row_length
-    row_length = as_integer("row_length", row_length, max_length, why="max_length, as an example must fit a row")
+    why = "max_length, as an example must fit a row"
+    row_length = as_integer("row_length", max_length if row_length is None else row_length, max_length, why=why)
     check_bool("share_prefixes", share_prefixes)
     if share_prefixes and split:
         raise ValueError("split=True makes pieces without common prefixes; leave split or share_prefixes out")
@@ -218,7 +216,7 @@ def refuse_transform(dataset: Any, name: str) -> None:
 
 
 def warn_of_weights(example: Mapping[str, Any], name: str, read: str | None = None) -> None:
-    """Warn of weights in a dataset's first example: nothing reads them, except the column `read`."""
+    """Warn of weights in a dataset's first example that nothing reads, and of the column `read`."""
     weights = [column for column in example if _WEIGHTS.fullmatch(column) and column != read]
     for column, value in example.items():
         turn = value[0] if isinstance(value, list) and value else None
@@ -261,13 +259,12 @@ def packing_efficiency(dataset: Dataset, max_length: int) -> float:
 
 def _refuse_packed(example: Mapping[str, Any], name: str) -> None:
     """Raise a ValueError if an example is a row of several documents."""
-    way = "is packed already; pack its source, or remove the column if every example is one document"
-    for column in ("seq_lengths", "position_ids", "startend_row_indices"):
-        if column in example:
-            raise ValueError(f"{name} has a {column} column, so it {way}")
-    unread = "input_ids" if is_packed(example["input_ids"]) else unread_documents(example)
-    if unread is not None:
-        raise ValueError(f"{name} has a column {unread} that marks several documents of an example, so it {way}")
+    columns = [column for column in ("seq_lengths", "position_ids", "startend_row_indices") if column in example]
+    columns += ["input_ids"] if is_packed(example["input_ids"]) else []
+    column = columns[0] if columns else unread_documents(example)
+    if column is not None:
+        way = "pack its source, or remove the column if every example is one document"
+        raise ValueError(f"{name} is packed already, by its column {column}; {way}")
 
 
 def _whole(example: dict[str, Any]) -> dict[str, Any]:
@@ -278,15 +275,10 @@ def _pack_stream(batch: dict[str, list[Any]], indices: Sequence[int], **options:
     """Pack examples of a stream."""
     names: list[str] = []
     for index, example in zip(indices, batch[_EXAMPLE], strict=True):
-        others = [f"{name}={_brief.repr(x)}" for name, x in example.items() if name not in _READ and x is not None]
+        others = [f"{name}={brief(x)}" for name, x in example.items() if name not in _READ and x is not None]
         text = ", ".join(others[:2])[:60]
         names.append(f"example {index} of the stream" + (f" ({text})" if text else ""))
     return _pack(batch[_EXAMPLE], names, warns=True, **options).to_pydict()
-
-
-_brief = Repr()
-_brief.maxstring = _brief.maxother = 30
-_brief.maxlist = _brief.maxdict = 1
 
 
 def _pack_table(table: pa.Table, indices: Sequence[int], **options: Any) -> pa.Table:
@@ -300,7 +292,7 @@ def _pack_table(table: pa.Table, indices: Sequence[int], **options: Any) -> pa.T
 
 
 def _as_array(cell: Any) -> Any:
-    """Return a list in a cell of an Arrow table as an array without a copy, and anything else as a Python object."""
+    """Return a list in a cell of an Arrow table as an array, without a copy, and anything else as a Python object."""
     values = cell.values if isinstance(cell, pa.ListScalar) else None
     return cell.as_py() if values is None or values.null_count else values.to_numpy(zero_copy_only=False)
 
@@ -372,7 +364,7 @@ def _array(name: str, rows: Sequence[Sequence[Any]]) -> pa.Array:
 def _read(
     example: Mapping[str, Any], name: str, given: Sequence[str], completion_only_loss: bool | None
 ) -> dict[str, NDArray[Any]]:
-    """Return the columns of an example that rows have, int32 [n] each, and its `weight`, if any, float32 [n]."""
+    """Return the columns of an example that rows have, int32 [n] each, and any `weight`, float32 [n]."""
     present = {column: value for column, value in example.items() if value is not None}
     for column in _GIVEN:
         if (column in present) != (column in given):

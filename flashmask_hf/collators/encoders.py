@@ -43,8 +43,6 @@ class DataCollatorForPackedEncoders(RowPacker):
         >>> batch = collator([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}])
         >>> batch["input_ids"]
         tensor([[1, 2, 3, 4, 5, 0, 0, 0]])
-        >>> batch["position_ids"]
-        tensor([[0, 1, 2, 0, 1, 0, 0, 0]])
         >>> batch["startend_row_indices"][0, 0].T
         tensor([[3, 3, 3, 5, 5, 0, 0, 0],
                 [0, 0, 0, 3, 3, 0, 0, 0]], dtype=torch.int32)

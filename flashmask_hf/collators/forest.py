@@ -143,13 +143,7 @@ def _split(name: str, node: Any) -> tuple[NDArray[np.int64], Sequence[Any]]:
 
 
 def lay_out(lengths: NDArray[np.int64], parents: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the depth of each token in its tree, and the index after its segment's subtree, int64 [n] each.
-
-    Example:
-        >>> position_ids, ends = lay_out(np.array([2, 1, 2]), np.array([-1, 0, 0]))
-        >>> position_ids.tolist(), ends.tolist()
-        ([0, 1, 2, 2, 3], [5, 5, 3, 5, 5])
-    """
+    """Return the depth of each token in its tree, and the index after its segment's subtree, int64 [n] each."""
     starts = np.cumsum(lengths) - _end_depths(lengths, parents)  # of each segment's path, if the path were contiguous
     position_ids = np.arange(lengths.sum()) - np.repeat(starts, lengths)
     return position_ids, np.repeat(subtree_ends(lengths.tolist(), parents.tolist()), lengths)

@@ -45,14 +45,14 @@ def add_image_tokens(
     """Add token types, int64 [R, S], and positions along axes to packed rows.
 
     With images and a `rope_index`, positions become int64 [4, R, S]: depths, then the axes, as of each sequence alone.
-    Answers to one prompt are text, whose positions go on, so the longest path of a tree has all.
+    Answers are text, whose positions go on, so the longest path of a tree has all.
 
     Args:
         packed: keys of `PackedRows.indexed_batch`, changed in place.
-        ids: token ids of the sequences, int64 [N, L].
+        ids: int64 [N, L].
         real: bool [N, L], False for padding.
-        types: token types of the sequences, int64 [N, L] each.
-        sizes: sizes of the images of each sequence, such as `image_grid_thw` [images, 3].
+        types: token types, int64 [N, L] each.
+        sizes: sizes of each sequence's images, such as `image_grid_thw` [images, 3].
         trees: number of each sequence's tree.
         rope_index: for models with axes of positions.
     """

@@ -35,8 +35,8 @@ class DataCollatorForPackedLanguageModeling(RowPacker):
     A `weight`, a number or a sequence of one per token, is a factor of their losses in `PackedSFTTrainer`; other
     trainers raise, unless they remove the column before. It may be negative; 0 makes no label.
 
-    An example may be a packed row of `pack_dataset`. A flat row of another packer needs `seq_lengths` (the lengths of
-    its documents, as TRL writes them) or `position_ids` (which restart at 0 with each document).
+    An example may be a packed row of `pack_dataset`. A flat row of another packer needs `seq_lengths`, the lengths of
+    its documents, or `position_ids`, which restart at 0 with each document.
 
     `flashmask_hf.collators` describes the other options and errors. With `max_length`, TRL's SFTTrainer logs the
     `num_tokens` of one of several rows.
@@ -44,19 +44,18 @@ class DataCollatorForPackedLanguageModeling(RowPacker):
     Args:
         truncation_mode: what to do with an example over `max_length`: "error" raises, "keep_start" and "keep_end" cut
             it, or raise if no label would be left.
-        completion_only_loss: how to make labels from masks, as in TRL: None uses a `completion_mask` if there is one,
-            False ignores it, True requires it (or `labels`). For rows of `pack_dataset`, choose it there: False raises
-            if they have labels.
+        completion_only_loss: as in TRL: None uses a `completion_mask` if there is one, False ignores it, True requires
+            it (or `labels`). For rows of `pack_dataset`, choose it there: False raises if they have labels.
 
     Returns:
         dict[str, Tensor]: `input_ids`, `labels`, `position_ids`, int64 [rows, S], and `startend_row_indices`, int32
         [rows, 1, S, 1]: the row where the document of each token ends, 0 for padding. With weights or shared prefixes,
-        also `label_weights`, float32 [rows, S]: the sum of the weights with which examples learn the label at a token;
-        with shared prefixes `example_tokens`, int64 [examples]: the number of tokens of each packed row unshared.
+        also `label_weights`, float32 [rows, S], the sum of the examples' weights of each label; with shared prefixes
+        `example_tokens`, int64 [examples], the number of tokens of each packed row unshared.
 
     Example:
-        >>> collator = DataCollatorForPackedLanguageModeling()
-        >>> batch = collator([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5], "completion_mask": [0, 1]}])
+        >>> examples = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5], "completion_mask": [0, 1]}]
+        >>> batch = DataCollatorForPackedLanguageModeling()(examples)
         >>> batch["input_ids"]
         tensor([[1, 2, 3, 4, 5]])
         >>> batch["labels"]

@@ -60,23 +60,17 @@ class PackedRows:
     def indexed_batch(self, index: NDArray[np.int64] | Tensor) -> dict[str, Tensor]:
         """Return the packed rows as additional keys of a batch with one sequence per answer.
 
-        Args:
-            index: int64 [N, L], the index in the flattened rows of each token of the N sequences. Padding has any
-                indices, best distinct ones: the backward adds gradients of equal entries one by one.
-
-        Returns:
-            `packed_input_ids` and `packed_position_ids`, int64 [R, S]; `startend_row_indices`, int32 [R, 1, S, 1]; and
-            `packed_index`, int64 [N, L].
+        They are `packed_input_ids` and `packed_position_ids`, int64 [R, S]; `startend_row_indices`, int32 [R, 1, S, 1];
+        and `packed_index`: the `index` in the flattened rows of each token, int64 [N, L]. Padding has any indices, best
+        distinct ones: the backward adds gradients of equal entries one by one.
         """
         return {PACKED_KEYS[name]: x for name, x in self.batch().items()} | {PACKED_INDEX: torch.as_tensor(index)}
 
     def place(self, leaves: Sequence[Leaf], real: NDArray[np.bool_]) -> NDArray[np.int64]:
         """Return the index in the flattened rows of each token of a batch's sequences, int64 [N, L].
 
-        Args:
-            leaves: the leaf of each sequence.
-            real: bool [N, L], the sequences' tokens, one sequence after another; False for padding, whose entries
-                repeat as little as possible.
+        `real`, bool [N, L], is True for the sequences' tokens, which end at `leaves`, one sequence after another. The
+        entries of padding repeat as little as possible.
         """
         index = np.arange(real.size).reshape(real.shape) % self.input_ids.size
         index[real] = np.concatenate([self.starts[forest] + self.forests[forest].path(leaf) for forest, leaf in leaves])
@@ -105,7 +99,6 @@ def pack_forests(
     pad_token_id: int = 0,
     pad_to_multiple_of: int | None = None,
     max_position_embeddings: int | None = None,
-    names: Sequence[str] | None = None,
 ) -> PackedRows:
     """Pack forests into rows. A forest is never split.
 
@@ -115,7 +108,6 @@ def pack_forests(
         pad_token_id: see there.
         pad_to_multiple_of: see there.
         max_position_embeddings: see there.
-        names: names of the forests in errors; None is "forests[0]" and so on.
 
     Returns:
         PackedRows: the rows; `batch()` returns the model's inputs.
@@ -139,7 +131,7 @@ def pack_forests(
     packer = RowPacker(pad_token_id, max_length, pad_to_multiple_of, max_position_embeddings)
     if not forests:
         raise ValueError("forests is empty: there is nothing to pack")
-    return packer._pack(forests, [f"forests[{index}]" for index in range(len(forests))] if names is None else names)
+    return packer._pack(forests, [f"forests[{index}]" for index in range(len(forests))])
 
 
 def check_size(name: str, tokens: int, depth: int, row: int | None, positions: int | None) -> None:

@@ -31,20 +31,18 @@ class DataCollatorForSharedQuestion(PackingCollator):
     """Data collator for preferences that packs each question once, followed by its answers.
 
     An example has `prompt_ids`, and either `chosen_ids` and `rejected_ids`, as `trl.DPOTrainer` prepares them, or
-    `answers_ids`, a list of two or more answers, best first. `ref_chosen_logps` and `ref_rejected_logps` are passed on,
-    as is `weight`, a factor of at least 0 of the example's loss.
+    `answers_ids`, a list of two or more answers, best first. `ref_chosen_logps`, `ref_rejected_logps` and `weight`, a
+    factor of at least 0 of the example's loss, are passed on.
 
-    A batch has the keys of TRL's `DataCollatorForPreference`, one sequence per answer, and the packed rows. The trainer
-    makes the backbone run the rows and return the sequences' hidden states. `flashmask_hf.collators` describes the
-    other options and errors.
+    A batch has the keys of TRL's `DataCollatorForPreference`, one sequence per answer, and the packed rows, which the
+    trainer's backbone runs. `flashmask_hf.collators` describes the other options and errors.
 
     Args:
         max_length: maximum number of tokens of a question with one answer; None is no limit.
         truncation_mode: what to do if a question with its longest answer exceeds `max_length`. "error" raises.
             "keep_start" cuts the end of every answer that is too long, and warns once. "keep_end" cuts the start of the
-            question, by the same amount for all answers; it raises for images.
-        read_images: reads raw examples with images, as `flashmask_hf.trainers.images.VisionPreferences` does. The batch
-            has the pixels of each prompt once.
+            question; it raises for images.
+        read_images: reads raw examples with images, as `flashmask_hf.trainers.images.VisionPreferences` does.
         rope_index: `RopeIndex.of(model)` for raw examples, or None for models whose tokens have one position.
 
     Returns:
@@ -52,12 +50,11 @@ class DataCollatorForSharedQuestion(PackingCollator):
 
         * `input_ids`, `attention_mask` and `completion_mask`, int64 [N, L];
         * `packed_input_ids` and `packed_position_ids`, int64 [R, S]; `startend_row_indices`, int32 [R, 1, S, 1];
-        * with images also token types, int64 [R, S], pixels, and with a `rope_index` positions [4, R, S]: the token's
-          depth, then the model's axes;
+        * with images also token types, int64 [R, S], the pixels of each prompt once, and with a `rope_index` positions
+          [4, R, S]: depths, then the model's axes;
         * `packed_index`, int64 [N, L]: the index of each token in the flattened rows (arbitrary for padding);
         * `question_index`, int64 [N]: the example of each sequence, if one has more than two answers;
-        * `ref_chosen_logps` and `ref_rejected_logps`, float32 [examples], if the examples have them; `pair_weights`,
-          float32 [examples], if they have weights.
+        * `ref_chosen_logps`, `ref_rejected_logps` and, from `weight`, `pair_weights`, float32 [examples], if given.
 
     Raises:
         ValueError: also for an empty question or answer, fewer than two answers, or a negative weight.

@@ -18,11 +18,8 @@ def share_prompts(
 ) -> tuple[list[Forest], list[Leaf]]:
     """Build a tree per distinct prompt, with its completions as children, and return the leaf of each sequence, too.
 
-    Args:
-        sequences: token ids of a prompt and its completion, int64 [n] each; a completion may be empty.
-        prompt_lengths: number of tokens of each sequence's prompt, at least 1.
-        kinds: a number for each sequence, by which prompts of the same tokens differ, as by their images. Trees are
-            sorted by their prompts, then by kind.
+    Sequences are a prompt and its completion, int64 [n] each; a completion may be empty. Prompts of the same tokens
+    differ by `kinds`, as by their images. Trees are sorted by their prompts, then by kind.
     """
     prompts = [sort_key(tokens[:length]) for tokens, length in zip(sequences, prompt_lengths, strict=True)]
     keys = list(zip(prompts, kinds or [0] * len(prompts), map(sort_key, sequences), strict=True))
@@ -77,16 +74,11 @@ def share_prefixes(
 def cut_tries(sequences: Sequence[NDArray[Any]], row_length: int) -> list[list[int]]:
     """Group sequences into tries of at most `row_length` tokens, so that the fewest tokens are computed.
 
-    In sorted order, a sequence adds its tokens after the prefix shared with the one before, and one for a new branch,
-    which repeats the token that predicts it (`learn_once`). A cut repeats the prefix. A prefix below 1/64 of a sequence
-    is not shared: whole documents fill rows better.
+    In sorted order, a sequence adds its tokens after the prefix shared with the one before, and one for a new branch
+    (`learn_once`). A cut repeats the prefix. A prefix below 1/64 of a sequence is not shared: whole documents fill rows
+    better.
 
     Sequences are integers [n], with n in 1..row_length. Returns the indices of each group's sequences, in sorted order.
-
-    Example:
-        >>> sequences = [np.array(tokens) for tokens in ([1, 2, 3, 4], [1, 2, 5], [6, 7], [1, 2, 5, 8])]
-        >>> cut_tries(sequences, 8), cut_tries(sequences, 6)
-        ([[0, 1, 3], [2]], [[0], [1, 3], [2]])
     """
     order = sorted(range(len(sequences)), key=lambda row: sort_key(sequences[row]))
     lengths = np.array([len(sequences[row]) for row in order])

@@ -34,8 +34,8 @@ class DataCollatorForMultiAnswerReward(PackingCollator):
 
     * `prompt_ids` (may be empty) and `answers_ids`, the tokens of two or more answers, with `scores`, a number per
       answer, higher is better, or ranked, best first.
-    * `chosen_ids` and `rejected_ids`, whole sequences as `trl.RewardTrainer` prepares them. Their longest common prefix
-      is the question.
+    * `chosen_ids` and `rejected_ids`, whole sequences as `trl.RewardTrainer` prepares them, with the question as common
+      prefix.
 
     `margin` is the number by which the reward of the better of two answers must exceed the other, as in TRL.
 
@@ -48,8 +48,8 @@ class DataCollatorForMultiAnswerReward(PackingCollator):
         dict[str, Tensor]: for B examples with at most N answers each, padded to N:
 
         * `answer_counts`, int64 [B];
-        * `token_counts`, int64 [B, 2]: number of tokens in the row, and with the question repeated per answer;
-        * `scores`, float32 [B, N]: for ranked answers, the number of answers ranked worse; -100 for padding;
+        * `token_counts`, int64 [B, 2]: tokens in the row, and with the question repeated per answer;
+        * `scores`, float32 [B, N]: for ranked answers, how many are ranked worse; -100 for padding;
         * `margins`, float32 [B, N], if any: a pair's margin is the difference of its answers' entries;
         * `input_ids`, int64 [B * N, 1]: the last token of each answer (padding repeats the last answer);
         * `packed_input_ids` and `packed_position_ids`, int64 [R, S]; `startend_row_indices`, int32 [R, 1, S, 1];
@@ -65,9 +65,6 @@ class DataCollatorForMultiAnswerReward(PackingCollator):
         ...     {"chosen_ids": [1, 2, 8], "rejected_ids": [1, 2, 9, 9]},
         ... ]
         >>> batch = DataCollatorForMultiAnswerReward()(examples)
-        >>> batch["token_counts"]
-        tensor([[ 7, 13],
-                [ 5,  7]])
         >>> batch["scores"]
         tensor([[   8.0000,    2.5000,    9.0000],
                 [   1.0000,    0.0000, -100.0000]])
@@ -180,11 +177,6 @@ def two_margins(name: str, score_margin: float) -> str:
 
 
 def shared_prefix(sequences: Sequence[NDArray[np.int64]]) -> int:
-    """Return the length of the longest common prefix that leaves each sequence at least one token.
-
-    Example:
-        >>> shared_prefix([np.array([1, 2, 3]), np.array([1, 2, 4, 5])]), shared_prefix([np.array([1, 2])] * 2)
-        (2, 1)
-    """
+    """Return the length of the longest common prefix that leaves each sequence at least one token."""
     common = [common_length(sequences[0], sequence) for sequence in sequences]
     return min(*common, min(map(len, sequences)) - 1)

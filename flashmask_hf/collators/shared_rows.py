@@ -27,15 +27,11 @@ def pack_sequences(
     kinds: Sequence[int] | None = None,
     **options: Any,
 ) -> tuple[PackedRows, NDArray[np.int64], list[Leaf]]:
-    """Pack the sequences of a batch into rows that hold shared tokens once.
+    """Pack the sequences of a batch, `ids` int64 [N, L], into rows that hold shared tokens once.
 
-    Args:
-        ids: int64 [N, L].
-        real: bool [N, L], False for padding, anywhere.
-        starts: bool [N, L], the first token of each sequence; None if every row is a sequence.
-        prompt_lengths: tokens of each sequence's prompt, to share whole prompts only; None shares every prefix.
-        kinds: a number for each sequence; sequences of different kinds share nothing.
-        **options: as in `pack_forests`.
+    `real`, bool [N, L], is False for padding; `starts`, bool [N, L], marks first tokens, None of rows. With
+    `prompt_lengths` only whole prompts are shared; sequences of different `kinds` share nothing. Options are as in
+    `pack_forests`.
 
     Returns:
         The rows; the index in the flattened rows of each token, int64 [N, L]; and the leaf of each sequence.
@@ -55,10 +51,8 @@ def find_starts(
 ) -> NDArray[np.bool_] | None:
     """Return the first tokens of a batch's documents, bool [N, L]; None if a document has a hole, or positions jump.
 
-    Args:
-        numbers: int64 [N, L], 0 for padding; tokens of a document have the same number.
-        positions: int64 [N, L], which increase by one within a document.
-        starts: bool [N, L], where documents start, besides at the first token of each row.
+    `numbers`, int64 [N, L], number documents, 0 is padding; `positions`, int64 [N, L], increase by one in a document;
+    documents start at `starts`, bool [N, L], and at the first token of each row.
     """
     real = numbers != 0
     first = real & (starts | (np.cumsum(real, 1) == 1))
@@ -98,13 +92,13 @@ def pack_shared(
 ) -> SharedRows:
     """Pack a batch's sequences into rows in which the model computes each common beginning once.
 
-    The host waits for the device once, to read the batch.
+    The host reads the batch.
 
     Args:
         input_ids: int64 [N, L], sequences padded on any side, or flat rows of several sequences.
         attention_mask: [N, L], 0 for padding; numbers that grow along a row count its sequences. None: no padding.
         position_ids: int64 [N, L], 0 at the first token of each sequence of flat rows. None: a sequence per row, or
-            per number of the mask.
+            per number.
         scored: bool or int [N, K], nonzero for tokens of the last K columns whose log-probabilities are wanted. None:
             all. Padding and the first token of a sequence are never scored.
         max_length: as in `flashmask_hf.collators`; sequences with a common first token stay in one row.
@@ -166,14 +160,14 @@ def gather_logps(
     """Return the log-probabilities of a batch's scored tokens, in chunks whose logits the backward computes again.
 
     Args:
-        hidden: [R, S, H], last hidden states of the model on `rows.batch`.
+        hidden: [R, S, H], the model's last hidden states of `rows.batch`.
         head: function of hidden states [m, H] that returns logits [m, V], such as `model.lm_head`; with any scale or
-            softcap of the model.
+            softcap.
         rows: of `pack_shared`.
         temperature: divisor of the logits, a number, or a tensor [N, 1] for each row of the batch or [N, K] for each
             token of `scored`.
         chunk: most tokens with logits at a time, at least 1.
-        entropy: whether to return the entropies of the predictions, too.
+        entropy: whether to return the predictions' entropies, too.
 
     Returns:
         Tensor: float32 [N, K], 0 for tokens that are not scored; with `entropy` [2, N, K], the entropies last.

@@ -94,15 +94,9 @@ def pack_shared_rows(
 
     Sequences whose weights of one token have unlike signs do not share it: a sum would lose their absolute values.
 
-    Args:
-        sequences: token ids, integers [n] each with n in 1..row_length.
-        weights: what the label at each token counts, [n] each; nothing predicts a first token.
-        row_length: maximum number of tokens of a row.
-        share: whether sequences share prefixes.
-
-    Returns:
-        dict[str, list[list[Any]]]: `input_ids`, `label_weights`, `seq_lengths` and, with `share`, `example_lengths` of
-        each row, as `pack_dataset` describes them, without the empty lists.
+    Sequences are integers, [n] each with n in 1..row_length, and weights what the label at each token counts, [n].
+    Returns `input_ids`, `label_weights`, `seq_lengths` and, with `share`, `example_lengths` of each row, as
+    `pack_dataset` describes them, without the empty lists.
     """
     trees: list[tuple[Forest, NDArray[np.float32], list[int]]] = []
     groups = cut_tries(sequences, row_length) if share else [[index] for index in range(len(sequences))]

@@ -41,10 +41,9 @@ class DataCollatorForPackedVisionLanguageModeling(PackingCollator):
     """Data collator that packs examples with images into rows in which each example attends only to itself.
 
     An example is what TRL's SFTTrainer takes: `messages` or `text`, or `prompt` and `completion`, with `images` or
-    `image`, which may be empty or missing. TRL's collator makes each example's tokens, labels and pixels alone; then
-    tokens are joined along the row, and pixels along the images. Images are never cut. An example `{"examples": [...]}`
-    is a row packed ahead. Models in which the tokens of an image see each other (Gemma 3 and 4, PaliGemma) find the
-    images in the types of tokens.
+    `image`, which may be missing. TRL's collator makes each example's tokens, labels and pixels alone; then tokens are
+    joined along the row, and pixels along the images. Images are never cut. An example `{"examples": [...]}` is a row
+    packed ahead.
 
     `flashmask_hf.collators` describes `max_length`, `pad_to_multiple_of` and `max_position_embeddings`.
 
@@ -62,14 +61,12 @@ class DataCollatorForPackedVisionLanguageModeling(PackingCollator):
 
     Raises:
         TypeError: also for a tokenizer in place of the processor.
-        ValueError: also for a key with an unknown place in a row, and for an example with more or fewer image tokens
-            than its images need.
+        ValueError: also for a key with an unknown place in a row, and for other image tokens than the images need.
 
     Example:
         >>> collator = DataCollatorForPackedVisionLanguageModeling(processor)  # doctest: +SKIP
         >>> batch = collator([  # doctest: +SKIP
-        ...     {"messages": [{"role": "user", "content": "What is this?"}, ...], "images": [image]},
-        ...     {"messages": [{"role": "user", "content": "Say hello"}, ...]},
+        ...     {"messages": [{"role": "user", "content": "What is this?"}, ...], "images": [image]}
         ... ])
     """
 
@@ -95,7 +92,8 @@ class DataCollatorForPackedVisionLanguageModeling(PackingCollator):
         """Collate one batch."""
         names = example_names(examples)
         packed = [self._read(example, name) for example, name in zip(examples, names, strict=True)]
-        rows = self._pack([_forest(own) for own in packed], names)
+        forests = [Forest.from_trees(*(document["input_ids"][0].numpy() for document in own)) for own in packed]
+        rows = self._pack(forests, names)
 
         def spread(key: str, filler: int, axis: int = 0) -> Tensor:
             """Lay out a key of the documents, [axes, n] each, in the rows, int64 [R, S]."""
@@ -166,13 +164,8 @@ class DataCollatorForPackedVisionLanguageModeling(PackingCollator):
         )
 
 
-def _forest(documents: Sequence[Document]) -> Forest:
-    ids = [document["input_ids"][0].numpy() for document in documents]
-    return Forest.from_documents(np.concatenate(ids), np.array([len(own) for own in ids]))
-
-
 def _check_media(processor: Any, document: Document, name: str) -> None:
-    """Raise a ValueError if a document has tokens for a video or for audio, and no inputs of either."""
+    """Raise a ValueError if a document has tokens for video or audio without inputs."""
     for kind, (mark, token) in media_tokens(processor).items():
         if (document["input_ids"] == token).any() and not any(kind in key for key in document):
             problem = f"{name} has {mark}, but its inputs have no {kind}, which TRL's collator does not read"
@@ -180,7 +173,7 @@ def _check_media(processor: Any, document: Document, name: str) -> None:
 
 
 def _check_images(processor: Any, document: Document, name: str) -> None:
-    """Raise a ValueError if a document has not as many image tokens as its images have features."""
+    """Raise a ValueError unless a document has one image token per feature of its images."""
     token = getattr(processor.tokenizer, "image_token_id", None)  # Gemma 3's processor has another token's id
     token = getattr(processor, "image_token_id", None) if token is None else token
     if token is None or "pixel_values_videos" in document:  # some families put image tokens for frames
@@ -210,7 +203,7 @@ def _count_features(processor: Any, document: Document, token: int) -> int | Non
 
 
 def _join(key: str, documents: Sequence[Document]) -> Tensor:
-    """Join a key of pixels along the images of all documents, with padding where the model finds it."""
+    """Join a key of pixels along the images of all documents, padded if the model finds the padding."""
     values = [document[key] for document in documents]
     axis = _axis_of_images(key, documents)
     largest = [max(sizes) for sizes in zip(*(value.shape for value in values), strict=True)]

@@ -49,7 +49,7 @@ def batch_rows(
 ) -> list[tuple[str, Sequence[Any]]]:
     """Split an argument into (name for errors, row) pairs, one per packed row; a bare row is a batch of one.
 
-    `empty` says whether a row may have no entry.
+    Rows may have no entry if `empty`.
     """
     if not isinstance(value, (list, tuple)):
         raise TypeError(f"{name} must be a list, or a list of lists for a batch, got {type(value).__name__}")

@@ -49,8 +49,8 @@ def draft_blocks(
 
     Args:
         lengths: as `documents`. S is the number of tokens of the longest packed row.
-        anchors: position of each block in the packed row, 0..S-1, ascending; a list, a list of lists for a batch, or
-            an int tensor or array [N] or [B, N]. Rows with fewer than N blocks end in blocks that see nothing.
+        anchors: position of each block in the packed row, 0..S-1, ascending; a list, a list of lists, or an int tensor
+            or array [N] or [B, N]. Rows with fewer than N blocks end in blocks that see nothing.
         block_size: draft tokens per block, at least 1.
 
     Returns:
@@ -96,9 +96,9 @@ def draft_chains(
 ) -> FlashMask:
     """Chains of draft tokens (P-EAGLE): each sees itself causally, and its document up to its anchor.
 
-    A document has its chains in the order of their anchors, then its own tokens from the last to the first. In this
-    mirrored order all rows that see a key are neighbours. `draft_chains_order` returns the token and the depth of each
-    row. Chains of mask tokens (PARD, multi-token prediction) have the same mask.
+    A document has its chains in the order of their anchors, then its own tokens from the last to the first: all rows
+    that see a key are neighbours. `draft_chains_order` returns the token and the depth of each row. Chains of mask
+    tokens (PARD, multi-token prediction) have the same mask.
 
     `draft_chains([3, 1], [1, 2], [2, 1])`, rows of two chains and tokens 2 1 0, then of a document of one token:
 
@@ -113,7 +113,7 @@ def draft_chains(
     Args:
         lengths: as `documents`, without chains.
         anchors: the token that each chain follows, 0..S-1 in a packed row of S tokens, ascending; a list, a list of
-            lists for a batch, or an int tensor or array [N] or [B, N].
+            lists, or an int tensor or array [N] or [B, N].
         depths: draft tokens per chain, at least 1, in the form of `anchors`.
         kv_len: number of keys, tokens and chains; None is the longest packed row.
 

@@ -31,8 +31,8 @@ def qk_sparse(q_keep: Tensor, k_keep: Tensor, *, mask: FlashMask | None = None, 
     Args:
         q_keep: bool [B, H, Sq], True where the head keeps the query. Query row i is at position i + Skv - Sq.
         k_keep: bool [B, Hkv, Skv]. H is a multiple of Hkv: query head h reads key head h * Hkv // H.
-        mask: what else is hidden, in the original order: a causal mask with n = 1 bound (packed documents, trees,
-            padding, windows), of batch 1 or B and heads 1, Hkv or H, or None.
+        mask: what else is hidden, in the original order: a causal mask with n = 1 bound (documents, trees, padding,
+            windows), of batch 1 or B and heads 1, Hkv or H, or None.
 
     Returns:
         FlashMask: indices [B, H, Skv, 2], not causal, q_len = Sq.
@@ -115,11 +115,8 @@ def check_choice(kind: Literal["keep", "bucket"], q: Tensor, k: Tensor) -> None:
 def first_hidden_rows(mask: FlashMask | None, q: Tensor, k: Tensor) -> Tensor | None:
     """Return the row from which `mask` hides each key, int32 [B or 1, Hm, Skv], or None for no mask.
 
-    Of q [B, Hq, Sq] and k [B, Hkv, Skv] only shapes and the device are read.
-
-    Raises:
-        TypeError: `mask` is neither a FlashMask nor None.
-        ValueError: `mask` is not causal with n = 1 bound, or does not fit q and k.
+    Raises a TypeError for other types, and a ValueError for a mask that is not causal with n = 1 bound, or does not fit
+    q [B, Hq, Sq] and k [B, Hkv, Skv].
     """
     if mask is None:
         return None
@@ -139,14 +136,9 @@ def sorted_columns(
     exclude_self: bool = False,
     dropped: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort queries and keys stably by bucket, and return the mask indices of `hash_sparse` for that order.
+    """Sort queries and keys stably by bucket, int [B, Hq, Sq] and [B, Hkv, Skv], and return their mask indices.
 
-    Args:
-        q_bucket: int [B, Hq, Sq].
-        k_bucket: int [B, Hkv, Skv].
-        hidden_from: result of `first_hidden_rows`.
-        exclude_self: as in `hash_sparse`.
-        dropped: bucket that sees nothing; -1 is none.
+    `hidden_from` is the result of `first_hidden_rows`. The bucket `dropped` sees nothing.
 
     Returns:
         Indices int32 [B, Hq, Skv, 2]; the orders of queries and keys, int64 [B, Hq, Sq] and [B, Hkv, Skv].

@@ -302,8 +302,6 @@ TREE = Forest.from_trees(([1, 2], [[3], [4, 5]]))
         ([], {}, "forests is empty: there is nothing to pack"),
         ([TREE], {"max_length": 4}, r"forests\[0\] has 5 tokens, more than the 4 of a row; make rows longer"),
         ([TREE], {"max_position_embeddings": 3}, r"forests\[0\] is 4 tokens deep, but the model has 3 positions"),
-        ([TREE], {"max_length": 4, "names": ["tree x"]}, "tree x has 5 tokens, .* shorten it"),
-        ([TREE], {"max_position_embeddings": 3, "names": ["tree x"]}, "tree x is 4 tokens deep, .* shorten it"),
         ([Forest.from_trees([1]), TREE], {"max_length": 4}, r"forests\[1\] has 5 tokens"),
         ([TREE], {"pad_token_id": -100}, "pad_token_id must be in .*, got -100; any token id serves"),
         ([TREE], {"pad_token_id": None}, "pad_token_id must be a token id, got None"),

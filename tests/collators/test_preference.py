@@ -154,7 +154,7 @@ BAD = {
         "example 1 has no ref_chosen_logps, but example 0 has; give it to all, or to none",
     ),
     "reference beyond float32": (
-        [PAIR | {"ref_chosen_logps": -(10**400)}],
+        [PAIR | {"ref_chosen_logps": -(10**39)}],
         {},
         ValueError,
         "ref_chosen_logps of example 0 must be finite and at most 3.4e38",
