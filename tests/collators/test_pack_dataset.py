@@ -128,9 +128,7 @@ def test_the_collator_raises_if_truncation_leaves_no_completion():
 @pytest.mark.parametrize("column", ["seq_lengths", "position_ids", "startend_row_indices"])
 def test_pack_dataset_raises_for_packed_rows(column):
     source = Dataset.from_dict({"input_ids": [[1, 2, 3]], column: [[0, 1, 0]]})
-    with pytest.raises(
-        ValueError, match=rf"dataset is packed already, by its column {column}; pack its source"
-    ):
+    with pytest.raises(ValueError, match=rf"dataset is packed already, by its column {column}; pack its source"):
         pack_dataset(source, 4)
 
 
@@ -144,7 +142,9 @@ def test_documents_that_another_packer_told_in_other_columns_raise(column):
     collate = DataCollatorForPackedLanguageModeling(completion_only_loss=False)
     with pytest.raises(ValueError, match=rf"{column} of example 0 marks several documents, .*; add seq_lengths"):
         collate([row])
-    with pytest.raises(ValueError, match=rf"packed already, by its column {column}; .* if every example is one document"):
+    with pytest.raises(
+        ValueError, match=rf"packed already, by its column {column}; .* if every example is one document"
+    ):
         pack_dataset(Dataset.from_list([row]), 4)
     for told in ({"seq_lengths": [2, 1]}, {"position_ids": [0, 1, 0]}):
         assert collate([row | told])["startend_row_indices"].flatten().tolist() == [2, 2, 3]
@@ -355,7 +355,7 @@ def test_pack_dataset_names_an_example_of_a_later_batch():
         pack_dataset(dataset([3, 2, 4, 6, 1, 9]), 8, batch_size=2)
 
 
-def test_pack_dataset_raises_for_a_transform():
+def test_pack_dataset_raises_for_a_list_and_for_a_transform():
     """It would lose the labels that a transform makes, and not find the columns."""
     with pytest.raises(TypeError, match="got list"):
         pack_dataset([{"input_ids": [1]}], 8)  # pyright: ignore
