@@ -12,6 +12,7 @@ from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_mo
 from safetensors.torch import load_file
 from tools import model_zoo
 from tools.tiny import (
+    FUSED_HEAD,
     TRAINER_WARNINGS,
     llama_config,
     preference_rows,
@@ -725,7 +726,7 @@ def test_another_attention_that_is_asked_for_by_name_does_not_warn(capsys, caplo
 
 
 @pytest.mark.parametrize("task", ["sft", "dpo"])
-@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("trained", [pytest.param(True, marks=FUSED_HEAD), False])
 def test_a_trained_head_is_gathered_for_the_fused_head(task, trained, monkeypatch):
     """As FSDP2 would; `trainers/test_context_parallel.py` does it in processes."""
     gathered = []

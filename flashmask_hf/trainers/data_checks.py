@@ -154,7 +154,7 @@ def check_prepared(trainer: Any, *, by_length: bool = True) -> None:
     args = trainer.args
     strategy, column = args.train_sampling_strategy, args.length_column_name
     sampled = by_length and strategy in ("group_by_length", "batch_rebalance")
-    processes = args.world_size // getattr(trainer, "_copies", trainer.get_tp_size())
+    processes = args.world_size // trainer._copies
     for name, dataset in map_style_datasets(trainer):
         if sampled and column not in dataset.column_names:
             problem = f"needs the column {column!r}, which the {name} dataset, as prepared, lacks; leave it out"
