@@ -79,9 +79,8 @@ METHOD = """
 `python docs/models.py` writes this page, and `tests/hf/test_models.py` checks every cell.
 
 Every family is built tiny with random weights and run in float32 on the CPU, with flashmask and with eager attention.
-Logits and, in training, all gradients must agree within 1e-4 of the largest entry. Generation, except for encoders, is
-three tokens from `generate`; packed rows and mask indices continue the last document in the cache. With mask indices
-`generate` must raise, because they do not cover the new tokens.
+Logits and, in training, all gradients must agree within 1e-4 of the largest entry. Generation is three tokens; packed
+rows and mask indices continue the last document in the cache. With mask indices `generate` must raise.
 
 With transformers 5.24 and torch 2.14, codegen and gptj work; falcon_mamba, mamba and mamba2 also raise in generation
 for mask indices. Of its new families, apertus1p5_text, exaone, omniasr, sarvam_mla and sarvam_moe work, lara_mini
