@@ -604,6 +604,31 @@ def test_what_differs_between_curves_is_a_fault():
     assert len(list(convergence.faults_of(rising, 3))) == len(good)
 
 
+def test_dense_attention_takes_the_place_of_flashmask():
+    import training
+
+    model, (row,) = training.build_model("tiny", "cpu"), training.make_rows(300, 1, 64, "cpu")
+    logits = []
+    for name in ("flashmask", "sdpa"):
+        with packed_attention.attention(name), torch.no_grad():
+            logits.append(model(**row).logits)
+    assert not torch.equal(*logits)
+    torch.testing.assert_close(*logits)
+
+
+def test_calls_in_turns_fail_alone_and_end_at_the_deadline():
+    import harness
+
+    def fails():
+        raise torch.OutOfMemoryError("out")
+
+    calls = {"fails": fails, "runs": lambda: 1}
+    assert harness.first_results(calls) == ({"runs": 1}, {"fails": "out of memory"})
+    for deadline, turns in ((1e6, 3), (0, 1)):
+        found = harness.in_turns(calls, 3, argparse.Namespace(deadline=deadline))
+        assert (found["fails"], found["runs"].turns) == ("out of memory", turns)
+
+
 def test_unskipped_lists_every_tile():
     def listed(name):
         with packed_attention.attention(name):
