@@ -6,9 +6,8 @@ r"""Train with TRL's trainer and with this package's on one model and its data, 
         --max_length 2048 --truncation_mode keep_start --use_peft
 
 Takes the flags and configuration files of the recipe of that name; `FLAGS` are other defaults. TRL's trainer runs SDPA
-and gets the documents of a packed row as a padded batch; in GRPO, one seed draws the completions of both. The
-program exits with 1 if losses, or gradient norms relative to TRL's, differ by more than `BOUND` (with `--bf16` by more
-than `BOUND_BF16`).
+on the documents of a packed row as a padded batch; in GRPO, one seed draws the completions of both. The program exits
+with 1 if losses, or gradient norms relative to TRL's, differ by more than `BOUND` (`BOUND_BF16` with `--bf16`).
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -116,7 +115,7 @@ def compare(name: str, argv: Sequence[str]) -> tuple[Curve, Curve, float]:
 
 
 def make(trainer_class: Any, options: dict[str, Any], attention: str | None) -> Any:
-    """Build a trainer of the model with an attention; the seed sets new weights, such as adapters and heads."""
+    """Build a trainer with an attention; the seed sets new weights."""
     args = copy.deepcopy(options["args"])
     args.model_init_kwargs["attn_implementation"] = attention
     set_seed(args.seed)

@@ -67,15 +67,8 @@ class _Example(NamedTuple):
 
 
 def load(name: str, config: str | None = None, *, streaming: bool = False) -> Any:
-    """Load the datasets by split that `--dataset_name` names: on the Hub, in a folder, or in a file of `FILES`.
-
-    Raises:
-        FileNotFoundError: there is no such file, folder or dataset.
-        ValueError: the file is empty.
-    """
+    """Load the datasets by split that `--dataset_name` names: on the Hub, in a folder, or in a file of `FILES`."""
     if Path(name).suffix in FILES:
-        if not Path(name).is_file():
-            raise FileNotFoundError(f"there is no file {name}")
         if not Path(name).stat().st_size:
             raise ValueError(f"the file {name} is empty")
         return load_dataset(FILES[Path(name).suffix], data_files=name, streaming=streaming)
@@ -85,7 +78,7 @@ def load(name: str, config: str | None = None, *, streaming: bool = False) -> An
 def question_answers() -> DatasetDict:
     """Build conversations from the topics: columns `prompt` and `completion`, splits `train` and `test`.
 
-    A topic is cut between paragraphs into answers of widely varying length. `train` also has copies of `FACTS`.
+    Topics are cut between paragraphs. `train` also has copies of `FACTS`.
     """
     splits = _splits(_conversations, ANSWER_CHARACTERS)
     splits["train"] = concatenate_datasets([splits["train"], facts()["train"]])

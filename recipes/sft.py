@@ -13,7 +13,7 @@ Every flag of TRL's `SFTConfig`, `ModelConfig`, `ScriptArguments` and `DatasetMi
 - An example longer than `max_length` raises, unless `--truncation_mode keep_start` or `--split` is given.
 - The log adds `tokens_per_second`, `keys_per_token` and `mask_sparsity`.
 - Batches of 32,768 tokens or more on a GPU are made to fit (`--long_context`).
-- `--generate` prints answers to a prompt before and after training, `--picture` draws the loss and a row's mask.
+- `--generate` prints answers before and after training, `--picture` draws the loss and a row's mask.
 """
 
 # pyright: reportPrivateImportUsage=false

@@ -7,10 +7,9 @@ Reproduces figures 6 and 8 of Pagliardini et al. (2023) on bytes of installed so
     python recipes/sparse.py --length 16384 --batch 2 --steps 30 --time-only --compile
     python recipes/sparse.py --smoke
 
-All variants are one Llama, trained in turns from the same weights on the same rows, causal without documents: `sdpa`
-(FlashAttention-2) and `flashmask` see all keys, `hash_16` has 16 hash buckets, and `qk_30` and `qk_50` drop 30% or 50%
-of queries and keys per head in training. As in the paper (section 4.1), keys are normalized queries;
-`--separate-keys` gives keys a projection of their own.
+All variants are one Llama, trained in turns from the same weights on the same rows: `sdpa` (FlashAttention-2) and
+`flashmask` see all keys, `hash_16` has 16 hash buckets, and `qk_30` and `qk_50` drop 30% or 50% of queries and keys per
+head in training. Keys are normalized queries (section 4.1), or a projection of their own (`--separate-keys`).
 
 Files in `--out`: `sparse_LENGTH_steps.csv` (loss in nats per byte, seconds per step) and `sparse_LENGTH.csv` (median
 seconds without the first steps, their ratio to SDPA's, loss on held-out text).
@@ -98,7 +97,7 @@ class NormalizedQueries(LlamaAttention):
 
 
 class Run:
-    """Model, optimizer and learning rate schedule of one variant."""
+    """Model, optimizer and schedule of one variant."""
 
     def __init__(self, accelerator: Accelerator, variant: str, arguments: argparse.Namespace):
         self.accelerator = accelerator

@@ -6,13 +6,13 @@
 Figure 3 of the FlashMask paper on a tiny Llama and Python's documentation, in float32 with deterministic algorithms. A
 seed sets the order of the data and all new weights. Curves:
 
-- `flashmask`: this package's trainer. `flashmask_again`, of the first seed: the same run once more.
+- `flashmask`: this package's trainer; `flashmask_again`: the same run once more, with the first seed.
 - `flashmask_unskipped`: the same kernels, which walk hidden tiles, too. The Hopper kernels cannot, so on a GPU
   `flashmask_portable` is the curve of the portable kernels that skip.
 - `sdpa`: the same trainer and rows with a dense mask. `trl`: TRL's own trainer of DPO and reward models.
 
 The program exits with 1 unless `flashmask_again` and `flashmask_unskipped` equal their counterparts to the bit, the
-first 50 losses of the others differ from `flashmask` by at most 0.001, and all curves fall.
+first 50 losses of the others differ by at most 0.001, and all curves fall.
 """
 
 # pyright: reportPrivateImportUsage=false

@@ -29,7 +29,7 @@ STAGES = {
     "first training step": rb"[\r\n] *\d+%\|[^|\r\n]*\| *[1-9]\d*/\d+ \[",  # the only bar without a name
     "trained and answered": rb"\nPicture of the loss ",
 }
-"""What each stage of `make demo` prints when it is over, in order."""
+"""What `make demo` prints when a stage is over."""
 
 VERSIONS = "import torch, triton, transformers as t; print(torch.__version__, triton.__version__, t.__version__)"
 
