@@ -81,34 +81,27 @@ class DataCollatorForMaskedDiffusion(DataCollatorForPackedLanguageModeling):
                 "the examples have weights, or share prefixes, which diffusion does not read; remove the column of "
                 "weights, and pack without share_prefixes"
             )
-        noise = np.zeros((self._copies(), *labels.shape), dtype=np.float32)
-        flat = noise.reshape(len(noise), -1)
-        for forest, start in zip(rows.forests, rows.starts.tolist(), strict=True):
-            flat[:, start : start + len(forest.tokens)] = self._draw(forest)
+        drawn = zip(*map(self._draw, rows.forests), strict=True)
+        noise = np.stack([rows.spread(copy, filler=0, dtype=np.float32) for copy in drawn])
         noise[:, labels == IGNORED] = 0
         lengths = [np.diff(np.unique(ends[ends > 0]), prepend=0).tolist() for ends in rows.subtree_ends]
-        ids, positions, learned, drawn = map(torch.from_numpy, (rows.input_ids, rows.position_ids, labels, noise))
-        return self._lay_out(lengths, ids, positions, learned, drawn)
+        return self._lay_out(lengths, *map(torch.from_numpy, (rows.input_ids, rows.position_ids, labels, noise)))
 
-    def _copies(self) -> int:
-        return 1
+    def _draw(self, forest: Forest) -> NDArray[np.float64]:
+        """Draw the weight of each noised token of an example, 0 for others, [copies, n]."""
+        return self._noise(forest, forest.lengths)
 
-    def _spans(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the lengths of the spans with one noise level."""
-        return lengths
-
-    def _draw(self, forest: Forest) -> NDArray[np.float32]:
-        """Draw the weight of each noised token of an example, 0 for others, float [copies, n]."""
+    def _noise(
+        self, forest: Forest, spans: NDArray[np.int64], copies: int = 1, complementary: bool = False
+    ) -> NDArray[np.float64]:
+        """Draw weights as `_draw`, with a noise level for each span of these lengths."""
         base = int(torch.randint(2**62, ())) if self.seed is None else self.seed
         random = np.random.default_rng([base, crc32(forest.tokens.tobytes())])
-        spans = self._spans(forest.lengths)
         low, high = self.levels
-        level = low + (high - low) * random.random((self._copies(), len(spans)))
-        level = np.repeat(level, spans, axis=1)
-        return self._weights(level, random.random(level.shape))
-
-    def _weights(self, level: NDArray[Any], draw: NDArray[Any]) -> NDArray[Any]:
-        """Return the weights of tokens whose draw is below their level, 0 for others."""
+        level = np.repeat(low + (high - low) * random.random((copies, len(spans))), spans, axis=1)
+        draw = random.random(level.shape)
+        if complementary:
+            level[1::2], draw[1::2] = 1 - level[::2], 1 - draw[::2]
         return (draw < level) / (level if self.weight == "1/t" else 1.0)
 
     def _lay_out(
@@ -178,19 +171,11 @@ class DataCollatorForBlockDiffusion(DataCollatorForMaskedDiffusion):
         if self.shift:
             raise ValueError("shift is for whole documents: the token before a block has no noisy row; leave it out")
 
-    def _copies(self) -> int:
-        return self.copies
-
-    def _spans(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        if self.per == "document":
-            return lengths
-        size = self.block_size
-        return np.concatenate([np.diff([*range(0, length, size), length]) for length in lengths.tolist()])
-
-    def _weights(self, level: NDArray[Any], draw: NDArray[Any]) -> NDArray[Any]:
-        if self.complementary:
-            level[1::2], draw[1::2] = 1 - level[::2], 1 - draw[::2]
-        return super()._weights(level, draw) / self.copies
+    def _draw(self, forest: Forest) -> NDArray[np.float64]:
+        spans, size = forest.lengths, self.block_size
+        if self.per == "block":
+            spans = np.concatenate([np.diff([*range(0, length, size), length]) for length in spans.tolist()])
+        return self._noise(forest, spans, self.copies, self.complementary) / self.copies
 
     def _lay_out(
         self, lengths: list[list[int]], ids: Tensor, positions: Tensor, labels: Tensor, noise: Tensor
