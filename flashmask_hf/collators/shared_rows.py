@@ -98,7 +98,7 @@ def pack_shared(
         input_ids: int64 [N, L], sequences padded on any side, or flat rows of several sequences.
         attention_mask: [N, L], 0 for padding; numbers that grow along a row count its sequences. None: no padding.
         position_ids: int64 [N, L], 0 at the first token of each sequence of flat rows. None: a sequence per row, or
-            per number.
+            per number of the mask.
         scored: bool or int [N, K], nonzero for tokens of the last K columns whose log-probabilities are wanted. None:
             all. Padding and the first token of a sequence are never scored.
         max_length: as in `flashmask_hf.collators`; sequences with a common first token stay in one row.
