@@ -80,9 +80,9 @@ def results(trainer: Any, group: Any, name: str, metrics: tuple[str, ...]) -> di
 
 
 def dpo_trainer(
-    group: Any, name: str, heads: int = 4, data: Any = None, peft_config: Any = None, **changes: Any
+    group: Any, name: str, heads: int = 4, data: Any = None, peft_config: Any = None, layers: int = 2, **changes: Any
 ) -> SharedQuestionDPOTrainer:
-    policy, reference = model_of("mistral" if peft_config else "llama", 8, heads), None
+    policy, reference = model_of("mistral" if peft_config else "llama", 8, heads, layers), None
     if peft_config is None:
         reference = copy.deepcopy(policy)
         with torch.no_grad():
@@ -149,29 +149,28 @@ def dpo_adapter(group: Any) -> dict[str, Any]:
 
 
 REWARD_METRICS = ("accuracy", "margin", "min_reward", "mean_reward", "max_reward", *METRICS)
-REWARD_METRICS += ("accuracy_of_2_answers", "accuracy_of_3_answers")
+REWARD_METRICS += tuple(f"accuracy_of_{n}_answers" for n in range(2, 7))
 
 
-def comparisons() -> Dataset:
-    """Return the questions of `pairs` with three answers, or two of them, which may be equal."""
+def comparisons(most: int) -> Dataset:
+    """Return the questions of `pairs` with two to `most` answers, of which two may be equal."""
     made = []
     for index, row in enumerate(pairs().to_list()):
-        answers = [row["chosen_ids"], row["rejected_ids"], [*row["rejected_ids"], 9]][: 2 + index % 2]
-        made.append(
-            {"prompt_ids": row["prompt_ids"], "answers_ids": answers, "scores": [2.0, 1.0, -0.5][: len(answers)]}
-        )
+        more = [[*row["rejected_ids"], *range(9, 9 + n)] for n in range(1, most - 1)]
+        answers = [row["chosen_ids"], row["rejected_ids"], *more][: 2 + index % (most - 1)]
+        scores = [2.0, 1.0, -0.5, 1.5, 0.25, -3.0][: len(answers)]
+        made.append({"prompt_ids": row["prompt_ids"], "answers_ids": answers, "scores": scores})
     return Dataset.from_list(made)
 
 
 def reward(group: Any, name: str = "reward", kind: str = "llama", heads: int = 4, **changes: Any) -> dict[str, Any]:
-    """Two or three answers to a question; keys are exchanged; checkpoints, evaluation and predictions."""
-    adapts = changes.pop("adapts", False)
+    """Two or more answers to a question; keys are exchanged; checkpoints, evaluation and predictions."""
+    adapts, data = changes.pop("adapts", False), comparisons(changes.pop("most", 3))
     config = model_of(kind, 8, heads).config
     config.num_labels, config.pad_token_id = 1, 0
     torch.manual_seed(0)
     options = {"attn_implementation": "flashmask", "dtype": torch.float32}
     model = AutoModelForSequenceClassification.from_config(config, **options)
-    data = comparisons()
     adapter = LoraConfig(task_type="SEQ_CLS", r=4, target_modules="all-linear", init_lora_weights=False)
     trainer = MultiAnswerRewardTrainer(
         model,
@@ -194,14 +193,26 @@ def reward_adapter(group: Any) -> dict[str, Any]:
     return reward(group, "reward adapter", "mistral", 8, **options)
 
 
+def dpo_compiled(group: Any) -> dict[str, Any]:
+    """Checkpointed layers in a compiled model, on batches of one shape."""
+    spans = {"prompt_ids": (2, 22), "chosen_ids": (5, 13), "rejected_ids": (9, 17)}
+    data = Dataset.from_list([{name: [n + i for n in range(*x)] for name, x in spans.items()} for i in range(12)])
+    options = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    trainer = dpo_trainer(group, "dpo compiled", data=data, layers=1, **CHECKPOINTED, **options)
+    trainer.train()
+    return results(trainer, group, "dpo compiled", DPO_METRICS)
+
+
 ANSWERS = {"reward": partial(reward, **CHECKPOINTED), "reward adapter": reward_adapter} | {
+    "reward of six": partial(reward, name="reward of six", heads=8, most=6),
+    "dpo compiled": dpo_compiled,
     "dpo": dpo,
     "dpo losses": dpo_losses,
     "dpo weights": dpo_weights,
     "dpo adapter": dpo_adapter,
 }
 
-EVALUATIONS = {"dpo": 2, "dpo weights": 2, "reward": 2, "reward adapter": 2}
+EVALUATIONS = {"dpo": 2, "dpo weights": 2} | {name: 2 for name in ANSWERS if name.startswith("reward")}
 """Number of evaluations of a case, if any."""
 
 CASES = rows.CASES | ANSWERS
