@@ -81,11 +81,7 @@ def check_tensor(name: str, value: Any, kind: str, *shapes: str) -> Tensor:
 
 
 def check_range(indices: Tensor, q_len: int) -> None:
-    """Check that a mask's indices lie in 0..q_len.
-
-    Raises:
-        ValueError: a value does not. On a GPU a device-side assertion stops the program.
-    """
+    """Check that a mask's indices lie in 0..q_len, as `check_between`."""
     check_between(
         indices,
         q_len,

@@ -40,13 +40,9 @@ def outer_rows(intervals: Sequence[tuple[Tensor, Tensor]], q_len: int) -> tuple[
 
 
 def hide_keys(columns: Sequence[Tensor], keys: Tensor, causal: bool, q_len: int) -> list[Tensor]:
-    """Return a mask's columns with some keys hidden from all rows.
+    """Return a mask's n columns, int32 [..., Skv] each, with some keys hidden from all rows.
 
-    Args:
-        columns: the n columns of `indices`, int32 [..., Skv] each.
-        keys: bool, broadcastable with the columns, True for a key to hide.
-        causal: as in `FlashMask`.
-        q_len: number of query rows.
+    `keys`, bool, broadcastable with the columns, is True for a key to hide.
     """
     bounds = {1: [0], 2: [0, q_len] if causal else [0, 0], 4: [0, q_len, 0, 0]}[len(columns)]
     return [torch.where(keys, bound, column) for column, bound in zip(columns, bounds, strict=True)]
@@ -59,15 +55,7 @@ def causal_starts(q_len: int, kv_len: int, device: torch.device) -> Tensor:
 
 
 def without_causal_flag(indices: Tensor, causal: bool, q_len: int) -> Tensor:
-    """Return `indices` of the same mask without the causal flag, int32 [B, Hm, Skv, n].
-
-    n = 1 becomes 2, and n = 2 becomes 4.
-
-    Args:
-        indices: int32 [B, Hm, Skv, n].
-        causal: as in `FlashMask`; if False, `indices` are returned.
-        q_len: number of query rows.
-    """
+    """Return `indices` of the same mask without the causal flag; of a causal mask, n = 1 becomes 2, and 2 becomes 4."""
     if not causal:
         return indices
     diagonal = causal_starts(q_len, indices.shape[2], indices.device)[:, None].expand(*indices.shape[:3], 1)
@@ -91,7 +79,7 @@ def find_hidden_runs(visible: Tensor, first: int, kv_len: int, causal: bool) -> 
         causal: leave out the rows above the bottom-right diagonal.
 
     Returns:
-        the runs of these columns; bool [B, H, columns], True for a visible pair above the diagonal if `causal`.
+        the runs; and for which columns a pair above the diagonal is visible if `causal`, bool [B, H, columns].
     """
     q_len, columns = visible.shape[-2:]
     hidden = ~visible

@@ -63,7 +63,7 @@ class FlashMask:
             and in methods kv_len.
 
     Raises:
-        TypeError: `indices` is not an int32 tensor, `causal` not a bool, or `q_len` not an integer.
+        TypeError: an argument has the wrong type or dtype.
         ValueError: the shape does not fit the table, an axis is empty, or `q_len` is not in 1..2**31 - 1.
 
     Example:
@@ -104,10 +104,9 @@ class FlashMask:
     def indices(self) -> Tensor:
         """The intervals, int32 [B, Hm, Skv, n]; read-only, because the mask caches their plan.
 
-        Attention notices changes in place by PyTorch's operators and other memory (`indices.data = x`,
-        `torch.utils.swap_tensors`). It misses writes that bypass the tensor's version counter: through `indices.data`,
-        `indices.untyped_storage()`, DLPack and NumPy views, collectives, replayed CUDA graphs and other kernels. After
-        such a write, call `mask.indices.add_(0)`, or build another mask.
+        Attention notices changes by PyTorch's operators. It misses writes that bypass the tensor's version counter: by
+        `indices.data`, DLPack and NumPy views, collectives, CUDA graphs and other kernels. After such a write, call
+        `mask.indices.add_(0)`, or build another mask.
         """
         return self._indices
 
@@ -153,7 +152,6 @@ class FlashMask:
         """Return the number of query rows: `q_len`, or the mask's own, or as many as keys.
 
         Raises:
-            TypeError: `q_len` is not an integer.
             ValueError: `q_len` is less than 1, or differs from the mask's own.
         """
         own = self.q_len
@@ -190,11 +188,11 @@ class FlashMask:
     def rows(self, rows: slice | Tensor | Sequence[int], q_len: int | None = None) -> FlashMask:
         """Return the mask of some query rows and all keys.
 
-        Attention of `q[:, :, rows]` under it equals `out[:, :, rows]`. The result is not causal (n = 1 becomes 2, and
-        2 becomes 4), unless the rows are a slice that ends at the last row. Values outside 0..Sq are cut off.
+        Attention of `q[:, :, rows]` under it equals `out[:, :, rows]`. The result is not causal unless the rows are a
+        slice that ends at the last row. Values outside 0..Sq are cut off.
 
         Args:
-            rows: a slice, or strictly ascending row numbers: integers, or an integer tensor [R], which the host reads.
+            rows: a slice, or ascending row numbers: integers, or an integer tensor [R], which the host reads.
             q_len: number of query rows Sq of this mask; None takes the mask's own.
 
         Raises:
@@ -238,8 +236,7 @@ class FlashMask:
         """Check every value and return the mask. Waits for the device.
 
         Raises:
-            ValueError: a value lies outside 0..Sq; or an interval's start is greater than its end, probably from
-                swapped columns.
+            ValueError: a value lies outside 0..Sq, or an interval's start is greater than its end.
         """
         rows = self.row_count(q_len)
         self._check_range(rows)
@@ -283,7 +280,7 @@ class FlashMask:
 
         Raises:
             TypeError: `visible` is not a bool tensor.
-            ValueError: its rank is not 2, 3 or 4, or an axis is empty.
+            ValueError: it has another rank, or an empty axis.
             MaskNotRepresentable: a column has more hidden intervals than fit.
         """
         visible = _with_all_axes("visible", visible, "Skv")
@@ -296,18 +293,15 @@ class FlashMask:
 
     @classmethod
     def from_columns(cls, visible: Callable[[int, int], Tensor], kv_len: int, causal: bool) -> FlashMask:
-        """Build a mask with the smallest n that fits from dense columns, in linear memory.
+        """Build a mask as `from_dense`, in linear memory.
 
         Args:
-            visible: (first, last) -> bool [..., Sq, last - first] with the axes of `from_dense`, True where a query
-                may look.
+            visible: (first, last) -> bool [..., Sq, last - first], the columns from `first` on.
             kv_len: number of columns.
             causal: the form.
 
         Raises:
-            TypeError: `visible` returns something other than bool tensors.
-            ValueError: a returned tensor has another shape or an empty axis, or `kv_len` is less than 1.
-            MaskNotRepresentable: as in `from_dense`.
+            Exception: as in `from_dense`; ValueError if `kv_len` is less than 1.
         """
         if kv_len < 1:
             raise ValueError(f"kv_len must be at least 1, got {kv_len}")
@@ -398,13 +392,12 @@ class FlashMask:
     ) -> Axes:
         """Draw the mask's tiles (hidden, partial, visible), with the edges of documents marked.
 
-        Edges are bounds that two columns or more share. More than 64 are left out. A new figure gets a legend; on your
-        own axes call `ax.legend()`.
+        Edges are bounds that two columns or more share, if there are at most 64. On your own axes call `ax.legend()`.
 
         Args:
-            path: where to save the picture; None saves nothing.
-            block: tile size (query rows, key columns). None takes single elements up to a length of 128, then powers of
-                two with 32 to 128 tiles per side, 128 x 128 if it fits.
+            path: where to save the picture, or None.
+            block: tile size (query rows, key columns). None takes single elements up to a length of 128, then 32 to 128
+                tiles per side.
             q_len: number of query rows; None takes the mask's own.
             batch: batch entry.
             head: mask head.

@@ -7,10 +7,9 @@ partial or visible (`flashmask_hf.tiles`). Three tensors hold the classes for bo
   ones ascending from the back, unspecified between.
 * `counts` int32 [B, Hm, Tq, 2], the number of visible and partial tiles of each row tile.
 * `segments` int32 [B, Hm, Tk, VISIBLE_SEGMENTS + PARTIAL_SEGMENTS, 2], for each key tile the row tiles to walk as
-  [start, end) ranges. Masks leave at most three visible ranges and four partial ranges. Unused ranges are empty.
+  [start, end) ranges. Unused ranges are empty.
 
 Tiles get wider beyond `MAX_COLUMN_TILES`, so a plan stays under 64 bytes per token and mask head from 256 tokens on.
-Tiles of kernels divide the plan's, or join them (`plan_kernels.join_rows`).
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def plan_columns(kv_len: int) -> int:
 def plan_shapes(mask_shape: Sequence[Any], q_len: int) -> tuple[list[Any], list[Any], list[Any]]:
     """Return the shapes of `tiles`, `counts` and `segments` of a plan, given a mask's [B, Hm, Skv, n].
 
-    Sizes may be symbolic. Tq and Tk are at least 2, because compilers specialize graphs for sizes of 1.
+    Tq and Tk are at least 2, because compilers specialize graphs for sizes of 1.
     """
     batch, heads, kv_len, _ = mask_shape
     n_q = torch.sym_max(2, -(-q_len // ROWS))

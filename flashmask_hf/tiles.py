@@ -28,8 +28,7 @@ def classify_tiles(indices: Tensor, causal: bool, q_len: int, block: tuple[int, 
         Tensor: int8 [B, Hm, ceil(Sq / block[0]), ceil(Skv / block[1])] of HIDDEN, PARTIAL, VISIBLE.
 
     Raises:
-        TypeError: `block` is not two ints.
-        ValueError: a size of `block` is less than 1.
+        Exception: `block` is not two positive ints.
     """
     try:
         block_q, block_kv = map(operator.index, block)

@@ -23,11 +23,7 @@ def runs_kernels(device: torch.device) -> bool:
 
 
 def is_intercepted(*tensors: Tensor | None) -> bool:
-    """Return whether a call of these tensors must go through the dispatcher.
-
-    Compilers, modes, `torch.func`, tracing, profilers, forward-mode differentiation and tensors that are not plain need
-    it.
-    """
+    """Return whether a call must go through the dispatcher, as under compilers, modes, profilers and `torch.func`."""
     if (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0

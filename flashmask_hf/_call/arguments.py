@@ -46,12 +46,7 @@ class Inputs(NamedTuple):
 
 
 def check_arguments(q: Tensor, k: Tensor, v: Tensor, mask: FlashMask, sinks: Tensor | None, given: Arguments) -> None:
-    """Check the arguments of `flashmask_attention`, but no values of tensors.
-
-    Raises:
-        TypeError: an argument has the wrong type or dtype.
-        ValueError: shapes, devices or values do not fit.
-    """
+    """Check the arguments of `flashmask_attention`, but no values of tensors."""
     check_tensors(q, k, v)
     check_pair("q", q, "k", k)
     heads, head_dim = q.shape[1], q.shape[3]
@@ -109,12 +104,7 @@ def check_seed(seed: Tensor, q: Tensor) -> None:
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Check q, k and v, each by itself.
-
-    Raises:
-        TypeError: an argument is not a dense floating-point tensor of 16, 32 or 64 bits.
-        ValueError: an argument does not have 4 axes, or has an empty one.
-    """
+    """Raise TypeError or ValueError unless q, k and v are dense floating-point tensors of 4 axes, none empty."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         _check_dense(name, x)
         check_tensor(name, x, "a floating-point", "[B, H, S, D]")

@@ -1,12 +1,10 @@
 """Cache of resolved calls: a call whose tensors have a known layout skips the checks and launches its kernels.
 
-Checks, choice and preparation take longer than the launches. All follow from layouts, arguments and torch's modes:
+Checks, choice and preparation take longer than the launches, and follow from layouts, arguments and torch's modes:
 
     flashmask_attention, sparse attention          first call: check, choose        every call
       and the bodies of the operators      ──>  resolve() ──────────────────> Call ────────────> prepared launches
                                                     └── cache, by layouts, arguments and modes
-
-The plan depends on the mask's values, so it is no part of a call (`operators.plan_of`).
 """
 
 from __future__ import annotations
@@ -80,35 +78,26 @@ class Call:
         dtype = self.cast_to
         return (q, k, v) if dtype is None else (q.to(dtype), k.to(dtype), v.to(dtype))
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        indices: Tensor,
-        plan: Plan,
-        seed: Tensor | None = None,
-        order: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, inputs: Inputs, plan: Plan, seed: Tensor | None = None, order: Tensor | None = None) -> Results:
         """Return out and lse, as `operators.flash_attn_forward` documents them.
 
         `order`, int32 [B, Hq, Sq], puts row i of the output at `order[b, h, i]`; lse stays in the order of q.
         """
         last = seed if order is None else order  # no call has both
-        tensors = (q, k, v, sinks, indices, plan) if last is None else (q, k, v, sinks, indices, plan, last)
+        tensors = (*inputs, plan) if last is None else (*inputs, plan, last)
 
         def prepare(one: Implementation) -> Run:
-            problem = self._problem(q, k, v, sinks, indices, seed)
-            return one.forward(problem) if order is None else one.ordered_forward(problem)
+            return one.forward(self._problem(inputs, seed), order is not None)
 
         key = ("forward", order is not None)
         keeper = current_keeper.get()
         if keeper is not None:
-            return keeper(q, lambda: self._run(key, prepare, tensors, seed))
+            return keeper(inputs.q, lambda: self._run(key, prepare, tensors, seed))
         return self._run(key, prepare, tensors, seed)
 
-    __call__ = forward
+    def __call__(self, *tensors: Any) -> Results:
+        """Run the forward of flat inputs, plan and seed, for autograd."""
+        return self.forward(Inputs._make(tensors[:5]), *tensors[5:])
 
     def backward(
         self,
@@ -122,8 +111,8 @@ class Call:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return the gradients of q, k, v and sinks (None without sinks).
 
-        `dout` [B, Hq, Sq, Dv] is the gradient of the output, and `delta` as in `Implementation`. `orders`, int32
-        [B, Hq, Sq] and [B, Hkv, Skv], put the rows of dq, and of dk and dv, in an order.
+        `dout` and `delta` are as in `Implementation`. `orders`, int32 [B, Hq, Sq] and [B, Hkv, Skv], put the rows of
+        dq, and of dk and dv, in an order.
         """
         q, k, v, sinks, indices = inputs
         tensors: tuple[Any, ...] = (dout, q, k, v, lse, delta, indices, plan)
@@ -137,18 +126,16 @@ class Call:
         key = ("backward", orders is not None, dlse is None, *layouts)
 
         def prepare(one: Implementation) -> Run:
-            problem = self._problem(q, k, v, sinks, indices, seed)
+            problem = self._problem(inputs, seed)
             output = None if out is None else (layout_of(out), dlse is not None)
-            backward = one.backward if orders is None else one.ordered_backward
-            return backward(problem, layout_of(dout), output)
+            return one.backward(problem, layout_of(dout), output, orders is not None)
 
         dq, dk, dv, row_sums = self._run(key, prepare, tensors, seed)
         return dq, dk, dv, None if sinks is None else _sinks_gradient(sinks, lse, row_sums)
 
-    def decode(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor) -> tuple[Tensor, Tensor]:
+    def decode(self, inputs: Inputs) -> Results:
         """Return out and lse of few rows, without a plan."""
-        tensors = (q, k, v, sinks, indices)
-        return self._run(("decode",), lambda one: one.decode(self._problem(*tensors)), tensors)
+        return self._run(("decode",), lambda one: one.decode(self._problem(inputs)), inputs)
 
     def _run(
         self, key: tuple[Any, ...], prepare: Callable[[Implementation], Run], tensors: tuple[Any, ...],
@@ -187,11 +174,8 @@ class Call:
                 return results
         raise AssertionError("no implementation has this pass")
 
-    def _problem(
-        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor, seed: Tensor | None = None
-    ) -> Problem:
-        is_of_shard = seed is not None and len(seed) > 1
-        return problem_of(q, k, v, indices, sinks, self.causal, self.arguments, is_of_shard)
+    def _problem(self, inputs: Inputs, seed: Tensor | None = None) -> Problem:
+        return problem_of(inputs, self.causal, self.arguments, shard=seed is not None and len(seed) > 1)
 
 
 def resolve(q: Tensor, k: Tensor, v: Tensor, mask: FlashMask, sinks: Tensor | None, given: Arguments) -> Call:
@@ -214,12 +198,11 @@ def resolve(q: Tensor, k: Tensor, v: Tensor, mask: FlashMask, sinks: Tensor | No
     return _make(q, k, v, mask, sinks, given, intercepted, key)
 
 
-def resolve_operator(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor, causal: bool, given: Arguments
-) -> Call:
+def resolve_operator(inputs: Inputs, causal: bool, given: Arguments) -> Call:
     """Return the call that serves an operator's arguments: its inputs are cast, and nothing intercepts its body."""
+    q, k, v, sinks, indices = inputs
     with torch_internals.no_autocast(q.device):
-        key = (torch_internals.call_state(q, k, v, sinks, indices), causal, None, given)
+        key = (torch_internals.call_state(*inputs), causal, None, given)
         call = _calls.get(key)
         return _make(q, k, v, FlashMask(indices, causal), sinks, given, False, key) if call is None else call
 
@@ -279,13 +262,7 @@ def _autocast_dtype(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype | None:
 
 
 def _sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """Return the gradient of the sinks [Hq].
-
-    Args:
-        sinks: [Hq].
-        lse: [B, Hq, Sq], in any order of rows.
-        delta: of the backward, in the same order; each head's rows may be padded.
-    """
+    """Return the gradient of the sinks [Hq]; `delta`, of the backward, has the order of lse and may be padded."""
     batch, heads, rows = lse.shape
     delta = delta.view(batch, heads, -1)[..., :rows]
     weight = torch.exp(sinks.to(lse.dtype).view(1, -1, 1) - lse)

@@ -1,6 +1,6 @@
 """The implementations of attention, the best first.
 
-With impl=None a call takes the first of `REGISTRY` that serves it, and the next if its kernels fail.
+With impl=None a call takes the first that serves it, and the next if its kernels fail.
 """
 
 from __future__ import annotations
@@ -56,6 +56,9 @@ class Implementation:
 
     `delta` [B, Hq, Sq] holds the row sums of dout * out less the gradient of lse; or it is (out, gradient of lse or
     None). `seed` is given only with dropout.
+
+    An ordered pass has a last argument, one or two permutations of every head's rows, int32 [B, H, S]: row i of the
+    output goes to `order[b, h, i]`, while lse stays in the order of q; or rows of dq, and of dk and dv.
     """
 
     name: ClassVar[str]
@@ -81,11 +84,11 @@ class Implementation:
         """Return why impl=None never takes it on a device, or None."""
         return None
 
-    def forward(self, problem: Problem) -> Run:
+    def forward(self, problem: Problem, ordered: bool = False) -> Run:
         """Prepare the forward."""
         raise NotImplementedError
 
-    def backward(self, problem: Problem, dout: Layout, output: OutputLayout | None) -> Run:
+    def backward(self, problem: Problem, dout: Layout, output: OutputLayout | None, ordered: bool = False) -> Run:
         """Prepare the backward.
 
         `dout` is the layout of the output's gradient, and `output` is (layout of the output, whether lse has a
@@ -96,17 +99,6 @@ class Implementation:
     def decode(self, problem: Problem) -> Run:
         """Prepare attention of few rows."""
         raise NotImplementedError
-
-    def ordered_forward(self, problem: Problem) -> Run:
-        """Prepare a forward with a last argument, which puts row i of the output at `order[b, h, i]`.
-
-        `order`, int32 [B, Hq, Sq], is a permutation of every head's rows. lse stays in the order of q.
-        """
-        return _placing(self.forward(problem), lambda order: (order,))
-
-    def ordered_backward(self, problem: Problem, dout: Layout, output: OutputLayout | None) -> Run:
-        """Prepare a backward with a last argument: the orders of the rows of dq, and of dk and dv."""
-        return _placing(self.backward(problem, dout, output), lambda orders: (orders[0], orders[1], orders[1]))
 
 
 class _Kernels(Implementation):
@@ -146,12 +138,6 @@ class Hopper(_Kernels):
 
         return backward.prepare_backward(problem, dout, output, ordered)
 
-    def ordered_forward(self, problem: Problem) -> Run:
-        return self.forward(problem, ordered=True)
-
-    def ordered_backward(self, problem: Problem, dout: Layout, output: OutputLayout | None) -> Run:
-        return self.backward(problem, dout, output, ordered=True)
-
 
 class Triton(_Kernels):
     """Kernels in Triton for any GPU."""
@@ -169,15 +155,15 @@ class Triton(_Kernels):
         largest = max(request.head_dim, request.v_head_dim)
         return f"head_dim {largest} (its limit is {MAX_HEAD_DIM})" if largest > MAX_HEAD_DIM else None
 
-    def forward(self, problem: Problem) -> Run:
+    def forward(self, problem: Problem, ordered: bool = False) -> Run:
         from flashmask_hf.kernels.portable import forward
 
-        return forward.prepare_forward(problem)
+        return _placed(forward.prepare_forward(problem), ordered)
 
-    def backward(self, problem: Problem, dout: Layout, output: OutputLayout | None) -> Run:
+    def backward(self, problem: Problem, dout: Layout, output: OutputLayout | None, ordered: bool = False) -> Run:
         from flashmask_hf.kernels.portable import backward
 
-        return backward.prepare_backward(problem, dout, output)
+        return _placed(backward.prepare_backward(problem, dout, output), ordered)
 
     def decode(self, problem: Problem) -> Run:
         from flashmask_hf.kernels.portable import decode
@@ -195,11 +181,11 @@ class Torch(Implementation):
         kernels = device.type == "cuda" and torch_internals.HAS_TRITON
         return "it is much slower than a GPU's kernels" if kernels else None
 
-    def forward(self, problem: Problem) -> Run:
-        return partial(tiled.forward, problem)
+    def forward(self, problem: Problem, ordered: bool = False) -> Run:
+        return _placed(partial(tiled.forward, problem), ordered)
 
-    def backward(self, problem: Problem, dout: Layout, output: OutputLayout | None) -> Run:
-        return partial(tiled.backward, problem)
+    def backward(self, problem: Problem, dout: Layout, output: OutputLayout | None, ordered: bool = False) -> Run:
+        return _placed(partial(tiled.backward, problem), ordered)
 
     def decode(self, problem: Problem) -> Run:
         return partial(tiled.decode, problem)
@@ -258,13 +244,15 @@ def choose(request: Request) -> Choice:
     return Choice(serving, left_out or "; ".join(["the kernels take this device, dtype and head_dim", *refused]))
 
 
-def _placing(run: Run, orders_of: Callable[[Any], tuple[Tensor, ...]]) -> Run:
-    """Return `run` with a last argument, which gives the orders to put the rows of its first results in."""
+def _placed(run: Run, ordered: bool) -> Run:
+    """Return a pass, made ordered by moving rows of its results."""
+    if not ordered:
+        return run
     from flashmask_hf.sparse.reorder import put_rows_back
 
     def run_and_place(*inputs: Any) -> tuple[Tensor, ...]:
-        orders = orders_of(inputs[-1])
-        results = run(*inputs[:-1])
+        given, results = inputs[-1], run(*inputs[:-1])
+        orders = (given,) if isinstance(given, Tensor) else (given[0], given[1], given[1])
         return *map(put_rows_back, results, orders), *results[len(orders) :]
 
     return run_and_place

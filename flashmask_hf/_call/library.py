@@ -38,11 +38,11 @@ class Recorded(torch.autograd.Function):
 def operator(fake: Callable[..., Any], derivative: Derivative | None = None) -> Callable[[Callable[..., Any]], Any]:
     """Register the decorated function as operator `flashmask_hf::NAME`, which mutates nothing; return the operator.
 
-    The schema replaces a NamedTuple parameter by its fields. `torch.library.custom_op` would take longer than a launch.
+    The schema has the fields of a NamedTuple parameter. `torch.library.custom_op` would take longer than a launch.
 
     Args:
         fake: returns uninitialised results for the function's arguments.
-        derivative: of the operator; its inputs are the function's arguments. None passes no gradients.
+        derivative: of the operator. None passes no gradients.
     """
 
     def register(function: Callable[..., Any]) -> Any:

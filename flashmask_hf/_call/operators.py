@@ -71,8 +71,8 @@ class _CachedPlan(NamedTuple):
 def plan_of(mask: FlashMask, q_len: int) -> Plan:
     """Return the mask's plan for `q_len` query rows, cached if valid.
 
-    A counted change of `mask.indices`, other memory and another CUDA stream make a new plan. Nothing is cached for
-    tensors made in inference mode, which do not count changes, nor while capturing a CUDA graph or compiling.
+    Nothing is cached for tensors made in inference mode, which do not count changes, nor while capturing a CUDA graph
+    or compiling.
     """
     indices = mask._indices
     if torch.compiler.is_compiling():
@@ -112,12 +112,12 @@ def attend(
     if call.decodes:
         if call.intercepted:
             return flash_attn_decode(q, k, v, sinks, indices, call.causal, *call.arguments)
-        return call.decode(q, k, v, sinks, indices)
+        return call.decode(Inputs(q, k, v, sinks, indices))
     plan = plan_of(mask, q.shape[2])
     if call.intercepted:
         return flash_attn_forward(q, k, v, sinks, indices, *plan, seed, call.causal, *call.arguments)
     if not call.differentiated:
-        return call.forward(q, k, v, sinks, indices, plan, seed)
+        return call(q, k, v, sinks, indices, plan, seed)
     return _record(_DERIVATIVE, call, q, k, v, sinks, indices, plan, seed)
 
 
@@ -174,7 +174,7 @@ def flash_attn_forward(
     Returns:
         out [B, Hq, Sq, Dv] in q's dtype, stored as [B, Sq, Hq, Dv]; lse [B, Hq, Sq] float32 (float64 for float64 q).
     """
-    return resolve_operator(*inputs, causal, arguments).forward(*inputs, plan, seed)
+    return resolve_operator(inputs, causal, arguments).forward(inputs, plan, seed)
 
 
 def gradients_like(inputs: Inputs, lse: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -196,12 +196,8 @@ def flash_attn_backward(
     causal: bool,
     arguments: Arguments,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute the gradients of q, k, v and sinks (empty without sinks).
-
-    `dout` [B, Hq, Sq, Dv] and `dlse` [B, Hq, Sq] or None are the gradients of the forward's results. The other
-    arguments are as in the forward.
-    """
-    call = resolve_operator(*inputs, causal, arguments)
+    """Compute the gradients of q, k, v and sinks (empty without sinks), given the gradients of out and lse."""
+    call = resolve_operator(inputs, causal, arguments)
     dq, dk, dv, dsinks = call.backward(dout, inputs, lse, (out, dlse), plan, seed)
     return dq, dk, dv, lse.new_empty(0) if dsinks is None else dsinks
 
@@ -215,4 +211,4 @@ def flash_attn_decode(inputs: Inputs, causal: bool, arguments: Arguments) -> tup
     Raises:
         ValueError: a value of `indices` lies outside 0..Sq. On a GPU a device-side assertion stops the program.
     """
-    return resolve_operator(*inputs, causal, arguments).decode(*inputs)
+    return resolve_operator(inputs, causal, arguments).decode(inputs)

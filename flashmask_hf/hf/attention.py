@@ -38,21 +38,18 @@ def attention_forward(
     `startend_row_indices`, in the layer's `sliding_window`, which is measured by position; what `mask_hook` returned;
     causal or full by `is_causal`.
 
-    Under tensor parallelism, and in the context of `flashmask_hf.parallel.sequence_parallel`, see `ranks.py`.
-
     Args:
         module: the attention layer; `is_causal` (True if missing) and `training` are read.
         query: [B, Hq, Sq, D].
         key: [B, Hkv, Skv, D].
         value: [B, Hkv, Skv, Dv].
-        attention_mask: what `mask_hook` returned; or a `FlashMask` of a layer called alone, as in a drafter, whose
-            queries and keys may differ in number; or None.
+        attention_mask: what `mask_hook` returned; or a `FlashMask` of a layer called alone, as in a drafter; or None.
         scaling: factor on the scores; None is D ** -0.5.
         dropout: probability of dropping an attention weight in training; evaluation drops none.
         kwargs: used are `startend_row_indices` (int32 [B or 1, 1 or Hkv or Hq, S, n], read as in `FlashMask`: n = 1
             or 2 with the layer's causality, n = 4 as not causal), `sliding_window` in tokens, `position_ids`
-            [B or 1, S], `softcap`, `s_aux` (sinks, [Hq]), `is_causal` and `cu_seq_lens_q`. Keywords known to change the
-            result raise unless None. Unknown ones are ignored, with one warning.
+            [B or 1, S], `softcap`, `s_aux` (sinks, [Hq]), `is_causal` and `cu_seq_lens_q`. `check_keywords` refuses
+            others that change the result.
 
     Returns:
         out [B, Sq, Hq, Dv], and None for the attention weights, which are never computed.
@@ -61,9 +58,9 @@ def attention_forward(
         TypeError: `startend_row_indices` is not an int32 tensor.
         ValueError: a mask whose shape, device or form does not fit.
         NotImplementedError: a keyword or a combination that would change the result and is not implemented.
-        RuntimeError: n = 2 bounds of a bidirectional mask reach a causal layer; the mask is of trees or shared
-            questions, and `position_ids` are not depths; bounds are out of range in a window; or, in a compiled model
-            with windows, `position_ids` are not contiguous where a window matters (device-side checks).
+        RuntimeError: n = 2 bounds of a bidirectional mask reach a causal layer; the mask is of trees, and
+            `position_ids` are not depths; or, in a window, bounds are out of range, or positions of a compiled model
+            not contiguous (device-side checks).
     """
     check_layer(module, kwargs, FLASHMASK)
     dropout = dropout if module.training else 0.0

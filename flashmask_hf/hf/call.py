@@ -23,10 +23,7 @@ current.call = _traced.call = None  # a compiler guards on which attributes a th
 
 
 def current_calls() -> _Current:
-    """Return the holder of the innermost call: `current`, or while a compiler traces, the trace's own.
-
-    Dynamo of torch 2.11 reads the class's attribute in place of the thread's.
-    """
+    """Return the holder of the innermost call; of a trace, as Dynamo of torch 2.11 would read the class's attribute."""
     return _traced if torch.compiler.is_compiling() else current
 
 
@@ -34,9 +31,7 @@ class Call:
     """One call of a transformers model. Properties read no tensor's values.
 
     Attributes:
-        model: the model.
-        state: what is known of the model.
-        named: its arguments by name. Every reader checks types.
+        named: its arguments by name, unchecked.
         get: returns an argument by name, or None.
         indices: the caller's mask indices, unchecked.
         tokens: the input_ids [B, S], else the inputs_embeds [B, S, D], or None.
@@ -121,10 +116,7 @@ class Call:
 
 
 def call_of(config: Any, length: int) -> Call | None:
-    """Return the innermost call with a config of this class and rows of `length` tokens.
-
-    Some models make masks with a copy of their config for each layer.
-    """
+    """Return the innermost call with a config of this class, which may be a copy, and rows of `length` tokens."""
     call = current_calls().call
     while call is not None and type(config) not in (type(call.config), type(call.config.get_text_config())):
         call = call.outer

@@ -59,15 +59,12 @@ def of_positions(positions: Tensor, real: Tensor | None) -> Documents:
 
 
 def check_one_document(positions: Tensor, mask: Tensor | None, q_offset: int | Tensor) -> None:
-    """Check that no document starts in a row whose mask would not keep it apart.
+    """Assert on the device that no document starts after a token that is not hidden.
 
     Args:
         positions: int [B or 1, S], of the queries.
         mask: 2D mask [B, keys], in a static cache also of keys that are not there yet; None hides none.
         q_offset: row of the first query among the keys.
-
-    Raises:
-        RuntimeError: a document starts after a token that is not hidden (a device-side check).
     """
     column, real = torch.arange(positions.shape[-1], device=positions.device) + q_offset, None
     follows = column > 0
@@ -88,15 +85,14 @@ def document_starts(position_ids: Tensor, real: Tensor | None = None) -> Tensor:
 
     A document starts where positions restart at 0. The first token after a hidden run also starts a document if its
     position is not higher than the position before the run, or if positions are contiguous to it from a hidden 0. A row
-    of zeros has no start: models that embed positions in another way pass such rows.
+    of zeros has no start.
 
     Args:
         position_ids: int [B, S].
         real: bool [B, S], False where a 2D mask hides the token; None hides none. Only real tokens are starts.
 
     Raises:
-        RuntimeError: positions 0, 0, 1 with the middle token hidden, which may be one document or two (a device-side
-            check).
+        RuntimeError: positions 0, 0, 1 with the middle token hidden (a device-side check).
     """
     meaningful = ~(position_ids == 0).all(-1, keepdim=True)
     if real is None:
@@ -123,8 +119,7 @@ def document_starts(position_ids: Tensor, real: Tensor | None = None) -> Tensor:
 def run_bounds(joined: Tensor) -> tuple[Tensor, Tensor]:
     """Return the first position of each position's run, and one past its last; int64 [B, S] each.
 
-    Args:
-        joined: bool [B, S - 1], whether positions 1..S-1 continue the run before.
+    `joined`, bool [B, S - 1], marks positions 1..S-1 that continue the run before.
     """
     position = torch.arange(joined.shape[-1] + 1, device=joined.device)
     starts = nn.functional.pad(~joined, (1, 0), value=True)

@@ -22,8 +22,7 @@ class Family(NamedTuple):
     Attributes:
         refused: why the backend cannot serve its models.
         mixes: whether its layers mix tokens without an `nn.Conv1d`, or its head keeps keywords from its backbone.
-        kernels: distributions whose kernels read document boundaries. Every layer hands them `seq_idx`, and
-            `cu_seq_lens_q` for the delta rule.
+        kernels: distributions whose kernels read document boundaries.
         window_in_mask: whether its sliding window is in the mask only.
         drops_indices: whether it keeps keywords from its layers, and asks for a mask only if the call has one.
     """
@@ -83,8 +82,6 @@ def _can_import(module: str) -> bool:
 @cache
 def refuse_unsupported(config_class: type, implementation: str) -> None:
     """Raise for a config class if the backend cannot serve one of its models; memoized.
-
-    It also refuses models whose config was changed to this backend after they were made.
 
     Raises:
         NotImplementedError: a model has attention code of its own, edits masks, or keeps keywords from its attention.

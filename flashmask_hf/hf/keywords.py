@@ -66,8 +66,8 @@ def check_keywords(kwargs: dict[str, Any], implementation: str) -> None:
     """Raise for unimplemented keywords that would change the result; warn once of each unknown one.
 
     Args:
-        kwargs: the layer's keywords; None is ignored.
-        implementation: what `attn_implementation` is set to.
+        kwargs: the layer's keywords.
+        implementation: the layer's attention.
 
     Raises:
         TypeError: a keyword that looks like `startend_row_indices` and is not.

@@ -107,9 +107,8 @@ def _separated_mask(
 ) -> FlashMask:
     """Return the mask of the hook's columns, else of causality and window, with documents kept apart.
 
-    `cu_seq_lens_q` of several documents, or of a tower's images, is read as in FlashAttention. Else a causal mask reads
-    `position_ids` of all keys, [B or 1, Skv]: some models hand them to their layers alone (GPT-OSS), and engines of
-    sequence parallelism gather positions, but drop masks.
+    `cu_seq_lens_q` is read as in FlashAttention. Else a causal mask reads `position_ids` of all keys, [B or 1, Skv]:
+    some models hand them to their layers alone (GPT-OSS), and engines of sequence parallelism drop masks.
     """
     batch, _, q_len, _ = query.shape
     kv_len, window, bounds = key.shape[2], kwargs.get("sliding_window"), kwargs.get("cu_seq_lens_q")

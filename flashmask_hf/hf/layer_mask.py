@@ -68,15 +68,14 @@ def cached_mask(
 
     Tensors are identified by the memory they view, so aliases from checkpointing find the same mask. There is one entry
     for a first source, a variant and a CUDA stream. It is dropped when the first source is freed, any source changes,
-    or `_CAPACITY` others are newer. It keeps the memory of the other sources. The mask must not hold `sources[0]`,
-    which would keep the entry alive; an alias is fine.
+    or `_CAPACITY` others are newer. The mask may hold an alias of `sources[0]`, but not itself.
 
     Args:
         sources: what `build` reads.
         variant: what else the mask depends on.
         build: builds the mask.
         per_forward: whether one of the sources is new in each forward. If not, nothing is kept of tensors made in
-            inference mode, which do not count changes, nor in a CUDA graph, whose replays read them again.
+            inference mode, which do not count changes, nor in a CUDA graph.
     """
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return build()  # a compiler merges equal plans, and a transform's tensors are its own

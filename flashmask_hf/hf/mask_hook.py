@@ -1,8 +1,4 @@
-"""The mask hook: compiles a `mask_function` of transformers into int32 columns.
-
-The functions of `transformers/masking_utils.py` show each key to the queries of one interval of positions, and are
-traced (`mask_reader.py`).
-"""
+"""The mask hook: compiles a `mask_function` of transformers into int32 columns."""
 
 from __future__ import annotations
 
@@ -51,10 +47,9 @@ def mask_hook(
 ) -> Tensor:
     """Return the columns of the mask that a model asks for, with the arguments of `sdpa_mask` in transformers.
 
-    Traced are causal, bidirectional, sliding window, chunked, blocks that see themselves whole (images), their
-    `and_masks` and `or_masks`, and equivalent functions of a caller, with a 2D padding mask on top.
-    That takes nothing of size Sq x Skv and does not wait for the device, also under `torch.compile`. Any other function
-    is evaluated on all pairs, in memory linear in Sq, and waits for the device; a compiler refuses it.
+    Functions of `transformers/masking_utils.py` are traced (`mask_reader`): causal, bidirectional, sliding window,
+    chunked, blocks that see themselves whole (images), their `and_masks` and `or_masks`, also of a caller. Any other
+    function is evaluated on all pairs, in memory linear in Sq, and waits for the device; a compiler refuses it.
 
     Args:
         batch_size: number of rows of tokens, B.
@@ -63,15 +58,13 @@ def mask_hook(
         q_offset: position of the first query; a tensor with a static cache.
         kv_offset: position of the first key.
         mask_function: which query may see which key.
-        attention_mask: bool [B, up to kv_offset + Skv], False where a key is padding; or numbers of documents
-            (`NUMBERS`), where section 2 of `patches.py` knows no model call.
+        attention_mask: bool [B, up to kv_offset + Skv], False where a key is padding; or numbers (`NUMBERS`).
         device: device of the result.
         kwargs: `config`, `local_size` and `use_vmap` are read.
 
     Returns:
-        Tensor: int32 [B or 1, 1, n, Skv], keys last. n = 1 is the causal form (LTS),
-        n = 4 the form without `causal` (LTS, LTE, UTS, UTE), also where the last query is not at the last key, as in a
-        static cache. In a model call that the mask could be joined with, marked rows (`marked_rows`).
+        Tensor: int32 [B or 1, 1, n, Skv], keys last. n = 1 is the causal form (LTS), n = 4 the form without `causal`
+        (LTS, LTE, UTS, UTE). In a model call that the mask could be joined with, marked rows (`marked_rows`).
 
     Raises:
         MaskNotRepresentable: a key is hidden from more than two intervals of queries.

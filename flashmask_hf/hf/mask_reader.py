@@ -1,8 +1,8 @@
 """Symbolic tracing of a `mask_function` of transformers into intervals of queries per key.
 
 The function is called once with symbols in place of the indices of batch entry, head, query and key. An order or a
-distance of query and key, a chunk or a block that both are in, and conjunctions and unions of these are intervals of
-rows. Any other operation on a symbol makes the function untraceable.
+distance of query and key, a common chunk or block, and conjunctions and unions of these are intervals of rows. Any
+other operation on a symbol makes the function untraceable.
 
 For a causal window of 4 tokens:
 
@@ -15,8 +15,8 @@ For a causal window of 4 tokens:
     k <= q          Rows(lo=0)
     ... & ...       Rows(lo=0, hi=4)
 
-The hook clamps the rows to 0..S and writes them as mask indices: LTS = min(k + 4, S). `k // 8 == q // 8` gives the rows
-of a chunk, which counts from the first token of its document. A table lookup `ids[b, q]` gives the `_Block` of a token.
+The hook writes the rows as mask indices: LTS = min(k + 4, S). `k // 8 == q // 8` gives the rows of a chunk, and a table
+lookup `ids[b, q]` the `_Block` of a token.
 """
 
 from __future__ import annotations
@@ -61,10 +61,9 @@ class TraceContext:
     Attributes:
         batch_size: number of batch entries, B.
         key_positions: int64 [Skv].
-        find_documents: returns the documents of the keys, or None. Chunks count from their first token, and equal ids
-            of blocks in two documents are of two blocks.
+        find_documents: returns the documents of the keys, or None. Equal ids in two documents are of two blocks.
         real: the 2D mask, bool [B, up to S], or None. Padding belongs to no block.
-        is_replaced: whether mask indices take the place of all blocks, which then may be anywhere.
+        is_replaced: whether mask indices take the place of all blocks.
         contiguous: bool [], whether tokens of each block are contiguous.
     """
 
@@ -235,7 +234,7 @@ def _integer(number: Any) -> int:
 
 @dataclass(eq=False)
 class _Chunk(_Symbol):
-    """The number of the chunk of `size` positions that holds a position. In a document, they count from its start."""
+    """The number of the chunk of `size` positions that holds a position, in a document from its start."""
 
     position: _Number
     size: int
@@ -307,8 +306,7 @@ class Rows(_Symbol):
         context: the trace's.
         lo: least distance.
         hi: one past the largest distance.
-        start: int64, broadcastable to [B, Skv]. Chunks, documents and blocks have a start and an end. They hold the
-            key's own position, or are [UNBOUNDED, -UNBOUNDED), nothing.
+        start: int64, broadcastable to [B, Skv], of a chunk, document or block; UNBOUNDED, with end -UNBOUNDED, of none.
         end: int64, as `start`.
         distances: lo and hi of a mask in which tokens of a block see each other besides, or None.
     """

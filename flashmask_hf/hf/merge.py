@@ -53,9 +53,9 @@ def supplied_mask(
 ) -> Any:
     """Return the mask of the caller's mask indices `vectors`, in a window of `window` positions.
 
-    Of the hook's mask indices `hooked` padding counts (keys hidden from every query row), and blocks: with n = 1 they
-    see themselves whole within their document, and they cross the window where the model lets them. On a bidirectional
-    layer the window has two sides, as in FlashAttention. `form` turns the mask into what is returned and cached.
+    Of the hook's mask indices `hooked` padding counts, and blocks: with n = 1 they see themselves whole within their
+    document, also across the window. On a bidirectional layer the window has two sides, as in FlashAttention. `form`
+    turns the mask into what is returned and cached.
     """
     if window is not None and position_ids is not None and position_ids.dim() != 2:
         raise NotImplementedError(
@@ -104,8 +104,7 @@ def shown_earlier(mask: FlashMask) -> Tensor:
 def _add_blocks(mask: FlashMask, hooked: Tensor, keep_causal: bool) -> tuple[FlashMask, Tensor]:
     """Return a mask whose keys are also seen by earlier tokens of their block, and how far each block sees its keys.
 
-    A causal mask of one bound shows each key to later rows of its document or subtree; the hook shows it to earlier
-    rows of its block. A block that goes on in the next document, as images next to each other, is cut there.
+    A block that goes on in the next document, as images next to each other, is cut there.
 
     Args:
         mask: mask of a whole row, Sq = Skv = S. Only n = 1 is changed.

@@ -48,8 +48,7 @@ def is_compiled(model: nn.Module) -> bool:
 def wrapper_of(name: str, interface: AttentionInterface = ALL_ATTENTION_FUNCTIONS) -> str | None:
     """Return the name of the wrapper that layers call in place of a registered attention, or None.
 
-    accelerate registers an object for `sp_size`; DeepSpeed's Ulysses sets a function in the interface of the models
-    alone. Such a wrapper exchanges heads, gathers `position_ids`, and leaves masks out.
+    accelerate registers an object for `sp_size`; DeepSpeed's Ulysses sets a function in the interface of the models.
     """
     called, registered = interface.get(name), AttentionInterface._global_mapping.get(name)
     if called is None:

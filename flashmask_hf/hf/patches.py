@@ -1,8 +1,7 @@
 """Registration with transformers, and six changes that its interfaces do not offer, one section each.
 
-The changes act for this package's attention implementations or batch keys only. Each docstring says what is patched,
-why, and what is checked first, in transformers 5.17 to 5.24. Missing or unexpected code raises a RuntimeError that
-names these versions. Applying a patch again changes nothing.
+The changes act for this package's attention implementations or batch keys only, in transformers 5.17 to 5.24.
+Unexpected code raises a RuntimeError that names these versions. Applying a patch again changes nothing.
 """
 
 from __future__ import annotations
@@ -34,13 +33,10 @@ from flashmask_hf.sparse.hf import hash_attention_forward, qk_attention_forward,
 
 
 def register() -> None:
-    """Register every attention implementation of the package, and apply every patch; see `flashmask_hf.register`.
-
-    Layers ask `AttentionInterface` for attention, models `AttentionMaskInterface` for masks, once per forward and kind
-    of layers.
+    """Register every attention implementation of the package, and apply every patch.
 
     Raises:
-        RuntimeError: this version of transformers is not one that the package knows how to adapt, or a name is wrapped.
+        RuntimeError: this version of transformers is unknown, or a name is wrapped.
     """
     exclude_from_flash_attention(generic)
     leave_documents_to_hook(masking_utils)
@@ -98,10 +94,7 @@ def exclude_from_flash_attention(module: Any) -> None:
     Patched: `transformers.utils.generic.is_flash_attention_requested`, also in modules that imported it by name.
 
     Why: it looks for "flash" in the name. `from_pretrained` would try to load FlashAttention, and models would pack
-    padding away, choose their FlashAttention classes or replace the name with their own kernel's.
-
-    Checked: it is a plain function with its three parameters.
-
+    padding away or choose their FlashAttention classes.
     """
     name = "is_flash_attention_requested"
     original = getattr(module, name, None)
@@ -136,13 +129,9 @@ def leave_documents_to_hook(module: Any) -> None:
     known (models compiled in place, submodels run by hand), it returns the numbers of a row's documents as the 2D mask
     (`mask_hook.NUMBERS`).
 
-    Why: transformers looks for documents only if there is neither a cache nor a mask. Models default to
-    `use_cache=True`, so documents would silently see each other. In a static cache they raise. Where it finds
-    documents, it evaluates masks at `position_ids` instead of rows: Gemma 3 would look up the image blocks of the row's
-    first document.
-
-    Checked: it is a plain function with its seven parameters.
-
+    Why: transformers looks for documents only if there is neither a cache nor a mask, and models default to
+    `use_cache=True`. Where it finds documents, it evaluates masks at `position_ids` instead of rows: Gemma 3 would look
+    up the image blocks of the row's first document.
     """
     signatures = [[*_MASK_ARGUMENTS[:3], cache, *_MASK_ARGUMENTS[3:]] for cache in _CACHES]
     _wrap_function(module, "_preprocess_mask_arguments", signatures, _preprocess, "prepares masks")
@@ -185,15 +174,11 @@ def _preprocess(
 def refuse_unsupported_models(model_class: Any) -> None:
     """Make models that do not look their attention up by name raise for this package's names.
 
-    Patched: `PreTrainedModel.get_correct_attn_implementation`, which runs when a model or submodel is made and when its
-    attention is set later.
+    Patched: `PreTrainedModel.get_correct_attn_implementation`, which runs when a model's attention is set.
 
     Why: Falcon, GPT-J and a few more look `config._attn_implementation` up in a dict of their classes, and would fail
     with a KeyError or keep their classes. Others have one attention, which would silently add the mask hook's integers
     to its scores. A tower with its own attention that asks for no mask of transformers (timm) stays as it is.
-
-    Checked: it is a plain function with its three parameters.
-
     """
     signature = ["self", "requested_attention", "is_init_check"]
     _wrap_function(model_class, "get_correct_attn_implementation", [signature], _choose_attention, "chooses attention")
@@ -229,14 +214,9 @@ def _refuse_attention_class(model: str, implementation: str, *_: Any, **__: Any)
 def accept_sparse_options(config_class: type) -> None:
     """Let `from_pretrained` take the options of dynamic sparse attention as keywords, for every model.
 
-    Patched: `PreTrainedConfig` gets the class attributes `flashmask_hash` and `flashmask_qk`, which are None. A config
-    that does not set them does not save them.
+    Patched: `PreTrainedConfig` gets the class attributes `flashmask_hash` and `flashmask_qk`, which are None.
 
-    Why: `PreTrainedConfig.from_dict` takes only keywords that the config has as attributes; the model's class refuses
-    others.
-
-    Checked: nothing; no code is changed.
-
+    Why: `PreTrainedConfig.from_dict` takes only keywords that the config has as attributes.
     """
     for name in (HASH, QK):
         setattr(config_class, name, None)
@@ -250,11 +230,7 @@ def check_calls(model_class: Any) -> None:
 
     Patched: `PreTrainedModel.__call__`, inherited from `torch.nn.Module`, replaced by `run_call`.
 
-    Why: an attention implementation does not see the model and its call. The files of `checks/` say what would silently
-    mix documents.
-
-    Checked: it is a plain function that takes any arguments.
-
+    Why: an attention implementation does not see the model and its call.
     """
     _wrap_function(model_class, "__call__", [["self", "args", "kwargs"]], run_call, "calls models")
 
@@ -310,11 +286,7 @@ def read_kernel_names(config_class: Any) -> None:
 
     Patched: `PreTrainedConfig._attn_implementation_internal`, where a config and a model that loads a kernel store it.
 
-    Why: transformers registers a kernel "ORG/NAME" under that name, with the dense mask of "sdpa". Code that asks a
-    config for "flashmask" would miss it, and "flash" in the name would be taken for FlashAttention.
-
-    Checked: `_attn_implementation` is a property that reads it.
-
+    Why: transformers registers a kernel "ORG/NAME" under that name, with the dense mask of "sdpa".
     """
     asked: Any = getattr(config_class, "_attn_implementation", None)
     if not isinstance(asked, property) or _NAME not in asked.fget.__code__.co_names:  # type: ignore[union-attr]

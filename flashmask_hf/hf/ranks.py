@@ -47,10 +47,10 @@ def attend_in_parts(
     The arguments after `split` are as in `attention_forward`; `dropout` is 0 in evaluation.
 
     Raises:
-        ValueError: as in `attention_forward`; keys belong to other tokens than queries, as with a cache; or the model
-            chooses its rotary frequencies by the longest position.
-        RuntimeError: a 2D attention_mask hides tokens, or the layer's `position_ids` do not match its rows, or rows
-            with dropout are not split in blocks of 16 (device-side checks).
+        ValueError: as in `attention_forward`; there is a cache; or the model chooses its rotary frequencies by the
+            longest position.
+        RuntimeError: a 2D attention_mask hides tokens, the layer's `position_ids` do not match its rows, or rows with
+            dropout are not split in blocks of 16 (device-side checks).
     """
     if key.shape[2] != query.shape[2]:
         raise ValueError(

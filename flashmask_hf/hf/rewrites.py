@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from flashmask_hf.hf.call import Call, count_axes
+from flashmask_hf.hf.call import Call
 from flashmask_hf.hf.checks.positions import count_from_first, counts_from_later
 from flashmask_hf.hf.checks.recurrent import add_boundaries, has_documents
 from flashmask_hf.hf.rules import Rule, applicable, rule
@@ -74,17 +74,13 @@ def _pack(call: Call) -> dict[str, Any] | None:
     where=lambda call: call.is_ours and call.state.has_axes,
 )
 def _add_text_axis(call: Call) -> dict[str, Any] | None:
-    """Return the arguments with positions [4, B, S], in whose first axis the model finds documents.
-
-    Of three axes it counts tokens from where all are 0. Beside mask indices it is the first of the three.
-    """
+    """Return the arguments with positions [4, B, S], in whose first axis the model finds documents."""
     positions = call.tensor("position_ids")
     if positions is not None and positions.dim() == 2:
         return call.named | {"position_ids": positions.expand(4, *positions.shape)}
-    if positions is None or positions.shape[:1] != (3,):
+    if positions is None or positions.shape[:1] != (3,) or call.positions is None:
         return None
-    text = positions[0] if call.indices is not None else count_axes(positions)
-    return call.named | {"position_ids": torch.cat([text[None], positions])}
+    return call.named | {"position_ids": torch.cat([call.positions[None], positions])}
 
 
 rule(REWRITES, "boundaries for recurrent kernels", where=has_documents)(add_boundaries)

@@ -1,9 +1,8 @@
 """Sliding windows measured by position, under a caller's mask.
 
-In a packed row the distance of two tokens is the difference of their `position_ids`. Where positions are contiguous
-over the rows that see a key, as in documents, the window is one more interval of rows. In shared questions and trees
-one branch sees a key, the window hides it, and the next branch sees it: more intervals than the bounds of a key hold.
-Such a key is repeated, once per visible piece; every row sees at most one piece.
+Where positions are contiguous over the rows that see a key, as in documents, the window is one more interval of rows.
+In shared questions and trees one branch sees a key, the window hides it, and the next branch sees it: more intervals
+than the bounds of a key hold. Such a key is repeated, once per visible piece; every row sees at most one piece.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def apply_window(
 ) -> LayerMask:
     """Return `mask` less what lies outside of the window.
 
-    With positions the host waits for the device, except while compiling or capturing a CUDA graph.
+    With positions the host waits for the device, except where the call is compiled or captured.
 
     Args:
         mask: mask of a whole row, Sq = Skv = S.
@@ -37,8 +36,8 @@ def apply_window(
         blocks: int32 [B or 1, 1, S], the end of each key's block where that is later than the window's; or None.
 
     Raises:
-        NotImplementedError: a key needs several columns, and `mask` has more than one head, or blocks cross
-            the window; or, while compiling, the window has two sides or the mask more than the one column LTS.
+        NotImplementedError: a key needs several columns, and `mask` has several heads, or blocks cross the window; or,
+            while compiling, the window has two sides or the mask more than the column LTS.
         RuntimeError: a key needs several columns while compiling (a device-side check).
     """
     length = mask.kv_len
@@ -146,8 +145,8 @@ def _visible_pieces(
         starts: first rows of the intervals that the mask lets see each key, int [S] each.
         ends: one past the last row of these intervals.
         position: int64 [S].
-        window: as in `apply_window`.
-        two_sided: as in `apply_window`.
+        window: as in `apply_window`, like `two_sided`.
+        two_sided: see `window`.
     """
     length = len(position)
     key = torch.arange(length, device=position.device).repeat(len(starts))

@@ -20,8 +20,7 @@ _drawn: dict[tuple[Any, ...], Tensor] = {}
 def lsh_directions(x: Tensor, seed: int, layer: int, count: int) -> Tensor:
     """Return random directions [H, D, count] for vectors x [B, H, S, D], with the dtype and device of x.
 
-    Their length is 1: longer ones would attract more vectors. They depend only on shape and arguments, so all ranks
-    agree.
+    Their length is 1. They depend only on shape and arguments, so all ranks agree.
 
     Args:
         x: what is hashed; only its shape, dtype and device are read.

@@ -45,11 +45,11 @@ def qk_sparse_attention(
         v: values [B, Hkv, Skv, Dv].
         q_keep: bool [B, Hq, Sq], True where the head keeps the query.
         k_keep: bool [B, Hkv, Skv], True where the head keeps the key.
-        scale: as in `flashmask_attention`.
+        scale: as in `flashmask_attention`, like `softcap`, `sinks` and `deterministic`.
         mask: what else is hidden: a causal mask with n = 1 bound, of batch 1 or B and heads 1, Hkv or Hq, or None.
-        softcap: as in `flashmask_attention`.
-        sinks: as in `flashmask_attention`.
-        deterministic: as in `flashmask_attention`.
+        softcap: see `scale`.
+        sinks: see `scale`.
+        deterministic: see `scale`.
 
     Returns:
         out [B, Hq, Sq, Dv] in q's dtype, stored as [B, Sq, Hq, Dv]. A query that is dropped or sees no key has out 0
@@ -100,12 +100,12 @@ def hash_sparse_attention(
         v: [B, Hkv, Skv, Dv].
         q_bucket: int [B, Hq, Sq], the bucket of each query.
         k_bucket: int [B, Hkv, Skv], the bucket of each key.
-        scale: as in `flashmask_attention`.
+        scale: as in `qk_sparse_attention`, like `mask`, `softcap`, `sinks` and `deterministic`.
         exclude_self: whether a query ignores the key at its own position, as in Reformer, where q = k.
-        mask: as in `qk_sparse_attention`.
-        softcap: as in `flashmask_attention`.
-        sinks: as in `flashmask_attention`.
-        deterministic: as in `flashmask_attention`.
+        mask: see `scale`.
+        softcap: see `scale`.
+        sinks: see `scale`.
+        deterministic: see `scale`.
         n_buckets: number of buckets, all in 0..n_buckets - 1: a GPU sorts up to 256 faster. None allows any integers.
 
     Returns:
@@ -136,7 +136,7 @@ def hash_sparse_attention(
 def lsh_buckets(x: Tensor, n_buckets: int, *, generator: torch.Generator | None = None) -> Tensor:
     """Hash vectors by their angle: the bucket is the nearest of the directions +-r of random r (Andoni et al. 2015).
 
-    Each head draws its own directions. Buckets of queries and keys are comparable only if one call hashes both.
+    Buckets of queries and keys are comparable only if one call hashes both.
 
     Args:
         x: [B, H, S, D], floating point.

@@ -3,11 +3,9 @@
 The two patterns of Pagliardini et al. 2023. They take causal masks with n = 1 bound: packed documents, trees, padding
 and sliding windows.
 
-Options are a dict in the model's config under the implementation's name, such as `flashmask_hash={"n_buckets": 16}` or
-`flashmask_qk={"drop": 0.3}`. A keyword of that name in the model call takes precedence.
-
-A model with a `text_config` has them there. `generate` reads the config only. Under tensor parallelism each rank hashes
-its heads as if they were all heads.
+Options are a dict in the (text) config under the implementation's name, such as `flashmask_hash={"n_buckets": 16}` or
+`flashmask_qk={"drop": 0.3}`, or a keyword of that name in the model call. `generate` reads the config only. Under
+tensor parallelism each rank hashes its heads as if they were all heads.
 """
 
 from __future__ import annotations
@@ -45,16 +43,14 @@ def hash_attention_forward(
     """Return the attention of one layer within hash buckets (Pagliardini et al. 2023, section 4.2).
 
     Queries and keys are hashed after rotary embedding, as by `lsh_buckets`. Each key-value head of each layer has its
-    own directions, which depend only on the options, the layer's index and the shapes (`lsh_directions`). Cached keys
-    are hashed again at every step.
+    own directions (`lsh_directions`). Cached keys are hashed again at every step.
 
     Arguments as in `hf.attention.attention_forward`; the keyword `flashmask_hash` replaces the options of the config:
 
     * `n_buckets`: even, at least 2.
     * `seed` (default 0): chooses the directions, 0..2**32 - 1.
     * `exclude_self` (default False): whether a query ignores its own key, as in the paper and Reformer.
-    * `shared_qk` (default False): whether every key has the direction of its token's query. Buckets are then computed
-      once, unless there are more keys than queries.
+    * `shared_qk` (default False): whether every key has the direction of its token's query, to hash once.
 
     Returns:
         out [B, Sq, Hq, D of value], 0 where a query sees no key; and None for the attention weights.
@@ -108,12 +104,12 @@ def qk_attention_forward(
 ) -> tuple[Tensor, None]:
     """Return the attention of one layer with dropped queries and keys (Pagliardini et al. 2023, section 4.3).
 
-    In training every head drops queries and keys at random, independently. Evaluation drops nothing. Draws use torch's
-    generator of the device, so gradient checkpointing repeats them (`preserve_rng_state`).
+    In training every head drops queries and keys at random, by torch's generator of the device. Evaluation drops
+    nothing.
 
     Arguments as in `hf.attention.attention_forward`; the keyword `flashmask_qk` replaces the options of the config:
     `drop`, the probability of dropping a query, and a key. The keywords `q_keep` [B, Hq, Sq] and `k_keep`
-    [B, Hkv, Skv], bool, replace the draws in all layers, also in evaluation.
+    [B, Hkv, Skv], bool, replace the draws, also in evaluation.
 
     Returns:
         out [B, Sq, Hq, D of value], 0 where a query is dropped or sees no key; and None for the attention weights.
@@ -152,7 +148,7 @@ def _check_layer(module: nn.Module, dropout: float, kwargs: dict[str, Any], impl
 def warn_of_unread_options(model: PreTrainedModel) -> None:
     """Warn, once per model, if its attention ignores options of sparse attention in its config.
 
-    `save_pretrained` does not save the name of the attention. In evaluation "flashmask_qk" is full attention.
+    `save_pretrained` does not save the name of the attention.
     """
     config: Any = model.config
     asked, names = config._attn_implementation, (HASH, QK) if model.training else (HASH,)

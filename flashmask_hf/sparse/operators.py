@@ -1,8 +1,4 @@
-"""The operators of sparse attention: hash buckets, the sort, attention to sorted rows and its backward.
-
-The operators of attention gather rows in sorted order, attend, and put the rows of the results back. The saved q, k, v
-and lse stay sorted.
-"""
+"""The operators of sparse attention: hash buckets, the sort, attention to sorted rows and its backward."""
 
 from __future__ import annotations
 
@@ -162,7 +158,7 @@ def flash_attn_sparse_forward(
         (float64 for float64 q), q, k and v.
     """
     inputs = _sort(inputs, places)
-    out, lse = resolve_operator(*inputs, False, arguments).forward(*inputs, plan, order=places.q_order)
+    out, lse = resolve_operator(inputs, False, arguments).forward(inputs, plan, order=places.q_order)
     return out, lse, inputs.q, inputs.k, inputs.v
 
 
@@ -179,12 +175,11 @@ def flash_attn_sparse_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the gradients of q, k, v, each stored as [B, S, H, D], and sinks (empty without sinks).
 
-    `dout` [B, Hq, Sq, Dv] is the gradient of `out`. The other arguments are arguments and results of the forward: q, k,
-    v and lse sorted, `out`, `dout` and the gradients not. Dropped rows have gradient 0.
+    The arguments are arguments and results of the forward: q, k, v and lse sorted, `out`, `dout` and the gradients not.
     """
     orders = places.q_order, places.k_order
     dout, delta = gather_upstream(dout, out, places.q_order, places.q_kept, lse.dtype)
-    call = resolve_operator(*inputs, False, arguments)
+    call = resolve_operator(inputs, False, arguments)
     dq, dk, dv, dsinks = call.backward(dout, inputs, lse, delta, plan, orders=orders)
     return dq, dk, dv, lse.new_empty(0) if dsinks is None else dsinks
 
@@ -196,5 +191,5 @@ def flash_attn_sparse_decode(inputs: Inputs, places: Places, arguments: Argument
     Arguments are as in `flash_attn_sparse_forward`; the result is its `out`.
     """
     inputs = _sort(inputs, places)
-    out, _ = resolve_operator(*inputs, False, arguments).decode(*inputs)
+    out, _ = resolve_operator(inputs, False, arguments).decode(inputs)
     return put_rows_back(out, places.q_order)

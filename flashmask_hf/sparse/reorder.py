@@ -45,11 +45,11 @@ def gather_upstream(
         dout: [B, H, S, D], of any strides.
         out: [B, H, S, D], in the order of dout.
         order: as in `gather_rows`.
-        kept: as in `gather_rows`; the sums of other rows are 0.
+        kept: as in `gather_rows`.
         dtype: of the sums.
 
     Returns:
-        dout's rows as from `gather_rows`; the sums over D of dout * out in the same order, `dtype` [B, H, S].
+        dout's rows; the sums over D of dout * out, `dtype` [B, H, S]; as from `gather_rows`.
     """
     if torch_internals.runs_kernels(dout.device):
         from flashmask_hf.sparse.kernels import gather

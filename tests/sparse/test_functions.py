@@ -279,8 +279,8 @@ def test_there_are_no_second_derivatives() -> None:
 class _PlacesRows(Fake):
     """Kernels that store rows in an order themselves."""
 
-    def ordered_forward(self, *problem: Any) -> Callable[..., Any]:
-        run = self.real.forward(*problem)
+    def forward(self, problem: Any, ordered: bool = False) -> Callable[..., Any]:
+        run = self.real.forward(problem)
 
         def run_and_place(*tensors: Any) -> tuple[Tensor, Tensor]:
             out, lse = run(*tensors[:-1])
@@ -288,9 +288,9 @@ class _PlacesRows(Fake):
 
         return self._stand_in("forward", run_and_place)
 
-    def ordered_backward(self, problem: Any, *layouts: Any) -> Callable[..., Any]:
+    def backward(self, problem: Any, dout: Any, output: Any, ordered: bool = False) -> Callable[..., Any]:
         assert problem.arguments.deterministic
-        run = self.real.backward(problem, *layouts)
+        run = self.real.backward(problem, dout, output)
 
         def run_and_place(*tensors: Any) -> tuple[Tensor, ...]:
             *gradients, delta = run(*tensors[:-1])

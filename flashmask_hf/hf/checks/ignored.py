@@ -32,16 +32,13 @@ _MS_SWIFT = ("swift.sequence_parallel", "swift.trainers.sequence_parallel")
 
 
 def hides_more(indices: Tensor, attention_mask: Any, ends: Tensor | None = None) -> Tensor:
-    """Return for which keys mask indices show other rows of tokens than an attention that ignores them.
+    """Return for which keys mask indices show other rows of tokens than an attention that ignores them, bool [B, H, S].
 
     Args:
         indices: int32 [B, H, S, n].
         attention_mask: a 2D mask [B, S], which hides keys in both; anything else is ignored.
-        ends: int64 [B or 1, S] for n = 1, one past the last row that the other attention shows each key, from the key's
-            row on; None if it shows each key to the last row. For n > 1 it shows every key to all rows.
-
-    Returns:
-        Tensor: bool [B, H, S].
+        ends: int64 [B or 1, S] for n = 1, one past the last row to which the other attention shows each key; None is S.
+            For n > 1 it shows every key to all rows.
     """
     length, causal = indices.shape[2], indices.shape[3] == 1
     pieces = FlashMask(indices.detach(), causal).visible_intervals(length)
@@ -69,7 +66,7 @@ def _ends_of_documents(call: Call) -> Tensor:
     """Return where the document of each token ends for an attention of transformers, int64 [B or 1, S].
 
     It finds documents in `position_ids` that start again at 0, [B, S] or the first of four axes, if there is neither a
-    cache nor a mask. Gemma 3 and PaliGemma, which would look images up at positions, hand their text models a mask.
+    cache nor a mask.
     """
     batch, length = call.tokens.shape[:2]
     positions, axes, use_cache = call.tensor("position_ids", 2), call.tensor("position_ids", 3), call.get("use_cache")

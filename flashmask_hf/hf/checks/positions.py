@@ -45,13 +45,10 @@ def count_from_first(call: Call) -> dict[str, Any] | None:
     return call.named | {"position_ids": positions + first}
 
 
-def _takes_positions(call: Call) -> bool:
-    return "position_ids" in inspect.signature(call.model.forward).parameters
-
-
 def _lacks_positions(call: Call) -> bool:
-    embeds = call.is_ours and call.state.first_position is not None and not call.config.is_encoder_decoder
-    return embeds and (call.get("position_ids") is None or not _takes_positions(call))
+    if not call.is_ours or call.state.first_position is None or call.config.is_encoder_decoder:
+        return False
+    return call.get("position_ids") is None or "position_ids" not in inspect.signature(call.model.forward).parameters
 
 
 @rule(CHECKS, "documents without positions in a model that embeds positions (GPT-2, BERT)", where=_lacks_positions)
@@ -103,20 +100,15 @@ def _restarts_nowhere(call: Call) -> Verdict | None:
     )
 
 
-def _has_rope_index(call: Call) -> bool:
-    return hasattr(call.model, "get_rope_index")
-
-
 @rule(
     CHECKS,
     "images beside `position_ids` [B, S] in a model of several axes (Qwen-VL)",
     "position_ids",
-    where=_has_rope_index,
+    where=lambda call: hasattr(call.model, "get_rope_index"),
 )
 def _are_images_along_axes(call: Call) -> Verdict | None:
-    pixels = [
-        x for x, value in call.named.items() if value is not None and x.startswith(("pixel_values", "image_embeds"))
-    ]
+    media = ("pixel_values", "image_embeds")
+    pixels = [name for name, value in call.named.items() if value is not None and name.startswith(media)]
     if not pixels or call.tensor("position_ids", 2) is None:
         return None
     return False, (

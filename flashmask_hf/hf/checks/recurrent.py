@@ -81,7 +81,7 @@ def add_boundaries(call: Call) -> dict[str, Any] | None:
     """Return the arguments with the boundaries by which kernels keep documents apart.
 
     These are `seq_idx`, mask indices for the attention beside the kernels, and for the delta rule `cu_seq_lens_q` and
-    `cu_seq_lens_k`, whose shape, the number of documents, the host waits for. Several documents then have no cache.
+    `cu_seq_lens_k`, for whose shape the host waits. Several documents then have no cache.
     """
     documents = documents_of(call) if _has_rows(call) and _takes_boundaries(call) else None
     if documents is None:

@@ -1,8 +1,8 @@
 """Checks of trees in the caller's mask indices, without reading a value back.
 
 A tree's row is in depth-first order, and a branch's first token is at the depth after its parent's, not after its
-sibling's last token. Without `position_ids` a model silently numbers the row from end to end. Its loss predicts the
-first token of a branch from its sibling, and of a packed document from the document before.
+sibling's last token. Without `position_ids` a model numbers the row from end to end. Its loss predicts the first token
+of a branch from its sibling, and of a packed document from the document before.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ CHECKS: list[Rule] = []
 def check_tree_positions(mask: FlashMask, position_ids: Tensor | None) -> None:
     """Assert that positions are not contiguous from one branch to the next, if a mask is of trees.
 
-    A mask is of trees if, for any two keys, the rows that see the later key are a subset of the rows that see the
-    earlier key, or disjoint from them. Positions of other masks, and of documents, may count through the row.
+    A mask is of trees if, of any two keys, the rows that see the later key also see the earlier one, or none of them
+    does. Positions of other masks, and of documents, may count through the row.
 
     Args:
         mask: mask of a whole row, Sq = Skv = S. A bidirectional form whose visible pairs are all causal is no tree.
         position_ids: int [B or 1, S], or [axes, B or 1, S], whose first axis counts; None if there are none.
 
     Raises:
-        RuntimeError: the first position of a branch is not higher than its parent's, or is higher than the position of
-            the token before it in the row; or there are branches and no positions (a device-side check).
+        RuntimeError: the first position of a branch is not higher than its parent's, or higher than the position before
+            it in the row; or there are branches and no positions (a device-side check).
     """
     _, branch, parent = _first_tokens(mask)
     fits, got = ~branch, "position_ids are missing"

@@ -2,7 +2,7 @@
 
 A batch has both: `input_ids` of one sequence per answer, and packed rows with one copy of each question. A rewrite of
 the backbone's call (`rewrites.py`) replaces the first by the second, and a hook lays the hidden states out as the usual
-batch's. Adapters, wrappers of distributed training and TRL's fused language model head keep working.
+batch's.
 """
 
 from __future__ import annotations
@@ -22,16 +22,13 @@ _checked: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def run_packed(model: Any) -> None:
-    """Make a model take the batch keys of `PackedRows.indexed_batch`. Calls without them run as before.
-
-    Repeating it is fine.
+    """Make a model take the batch keys of `PackedRows.indexed_batch` (idempotent).
 
     Args:
         model: a transformers model with a head, or a PEFT model around one, not wrapped for distributed training.
 
     Raises:
-        ValueError: the model's attention is not "flashmask", or its language model is not a causal decoder. Other
-            models that cannot run packed rows raise in their first forward (`hf/checks/`).
+        ValueError: the model's attention is not "flashmask", or its language model is not a causal decoder.
     """
     inner = unwrap_peft(model)
     backbone = inner.base_model
@@ -48,9 +45,9 @@ def run_packed(model: Any) -> None:
 
 
 def check_layers(model: Any) -> None:
-    """Make a model raise in its first forward on packed rows if a layer does not receive its mask.
+    """Make a model raise in its first forward on packed rows if a layer does not receive its mask (idempotent).
 
-    Repeating it is fine. The model is as for `run_packed`. Of compiled models `check_compiled` counts layers.
+    The model is as for `run_packed`. Of compiled models `check_compiled` counts layers.
     """
     state_of(unwrap_peft(model).base_model).counts_layers = True
 
@@ -61,8 +58,7 @@ def check_compiled(model: Any, device: torch.device) -> None:
     The first time, a row of two one-token documents runs through it, uncompiled and without gradients.
 
     Args:
-        model: a transformers model with a head and attention "flashmask", or a PEFT model around one, which may be
-            wrapped for distributed training or compilation. Nothing is done for a model that is not compiled, or for
+        model: as for `run_packed`, but it may be wrapped. Nothing is done for a model that is not compiled, or for
             which `check_layers` was not called.
         device: device of its inputs.
 

@@ -1,7 +1,6 @@
 """Prefill each distinct prompt of a batch once, and generate from copies of its cache.
 
-Hooks on the model run its first forward, the prefill, on one row of each prompt, and repeat the logits and the cache
-for the others before `generate` reads them.
+Hooks run the first forward, the prefill, on one row of each prompt, and repeat the logits and the cache for the others.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ _PER_ROW = ("input_ids", "attention_mask", "position_ids")
 def shared_prefill(model: Any) -> Iterator[None]:
     """Make `generate` compute the prompts that a batch repeats once, within the context.
 
-    Rows with equal tokens, attention mask and positions are one prompt. Each row continues from a copy of the cache.
-    Random numbers stay the same, and logits differ only by the rounding of matrix products with fewer rows.
+    Rows with equal tokens, attention mask and positions are one prompt. Random numbers stay the same, and logits differ
+    only by the rounding of matrix products with fewer rows.
 
         with shared_prefill(model):
             model.generate(**batch, do_sample=True)

@@ -82,8 +82,8 @@ def forward(
             top = new_top
         any_seen = total != 0  # NaN stays NaN
         row_out = torch.where(any_seen, acc / torch.where(any_seen, total, 1.0), 0.0)
-        out[b, h_q, rows] = _ungrouped(row_out, h_q).to(q.dtype)
-        lse[b, h_q, rows] = _ungrouped(torch.where(any_seen, top + total.log(), float("-inf")), h_q).squeeze(-1)
+        out[b, h_q, rows] = _grouped(row_out, h_q).to(q.dtype)
+        lse[b, h_q, rows] = _grouped(torch.where(any_seen, top + total.log(), float("-inf")), h_q).squeeze(-1)
     return out, lse
 
 
@@ -148,8 +148,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the gradients of q, k and v from `dout`, the gradient of the output [B, Hq, Sq, Dv].
 
-    `lse` is [B, Hq, Sq] of the forward. `delta` is row sums of dout * out less the gradient of lse, [B, Hq, Sq]; or
-    (out, gradient of lse or None). The others are as in `forward`.
+    `lse` is of the forward, `delta` as in `Implementation`. The others are as in `forward`.
 
     Returns:
         dq, dk, dv like q, k, v; and delta.
@@ -188,7 +187,7 @@ def backward(
                 dscores *= slope
             acc.baddbmm_(dscores, keys)
             dk[b, h_kv, columns] += dscores.transpose(-1, -2) @ queries
-        dq[b, h_q, rows] = _ungrouped(acc.mul_(problem.scale), h_q).to(q.dtype)
+        dq[b, h_q, rows] = _grouped(acc.mul_(problem.scale), h_q).to(q.dtype)
     return dq, dk.to(k.dtype), dv.to(v.dtype), delta
 
 
@@ -210,13 +209,9 @@ def _blind_rows(steps: list[Step]) -> Tensor | None:
     return blind if blind is not None and bool(blind.any()) else None
 
 
-def _grouped(x: Tensor, h_kv: slice) -> Tensor:
-    """Stack query-side rows [heads, rows, d] by key-value head: [kv heads, heads / kv heads * rows, d]."""
-    return x.reshape(h_kv.stop - h_kv.start, -1, x.shape[-1])
-
-
-def _ungrouped(x: Tensor, h_q: slice) -> Tensor:
-    return x.reshape(h_q.stop - h_q.start, -1, x.shape[-1])
+def _grouped(x: Tensor, heads: slice) -> Tensor:
+    """Stack rows [heads, rows, d] by key-value head, [kv heads, heads / kv heads * rows, d]; or by head again."""
+    return x.reshape(heads.stop - heads.start, -1, x.shape[-1])
 
 
 def _kept(

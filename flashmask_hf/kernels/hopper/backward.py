@@ -52,14 +52,12 @@ def prepare_backward(
 ) -> Callable[..., Gradients]:
     """Prepare the backward for tensors of one layout.
 
-    `dout` is the layout of the output's gradient, [B, Hq, Sq, Dv]. `output` are inputs of delta, or None for calls with
-    delta as a tensor. With `deterministic`, sums of dQ have a fixed order, so that repeated runs agree to the bit.
+    Arguments are as in `Implementation.backward`.
 
     Returns:
         (dout, q, k, v, lse, delta, indices, plan, orders) -> (dq, dk, dv, delta), without `orders` unless `ordered`.
-        `lse` is float32 [B, Hq, Sq] of the forward. `orders`, int32 [B, Hq, Sq] and [B, Hkv, Skv], name the target of
-        each row of dq, and of dk and dv. Gradients are laid out like q, k and v (`torch.empty_like`), or as
-        [B, S, H, D] if `ordered`.
+        `orders`, int32 [B, Hq, Sq] and [B, Hkv, Skv], name the target of each row of dq, and of dk and dv. Gradients
+        are laid out like q, k and v (`torch.empty_like`), or as [B, S, H, D] if `ordered`.
     """
     given, deterministic = (problem.q, problem.k, problem.v), problem.arguments.deterministic
     dout_given = dout

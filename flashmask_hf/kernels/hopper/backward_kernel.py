@@ -2,9 +2,8 @@
 
 A program takes key tiles from a counter, in the order of `work_order` or `dq_order`. It keeps a tile's keys and values
 in shared memory and walks the row tiles that see them, of all query heads that share the key-value head. Scores are
-transposed, [keys, rows], so that softmax weights and their gradients stay in registers as operands for dV and dK. Every
-warp has one role. These are the roles for head dims up to 128, or 192 with values of 128, with tiles of 128 keys;
-`backward_wide` has those for wider heads, with tiles of 64 keys:
+transposed, [keys, rows], so that softmax weights and their gradients stay in registers as operands for dV and dK. Roles
+for head dims up to 128, or 192 with values of 128 (`backward_wide` has the roles for wider heads):
 
     producer               dK, dV (2 warpgroups,            dQ (1 warpgroup)         store (1 or 2 warps)
     (1 warp)               64 keys each)
@@ -28,13 +27,11 @@ warp has one role. These are the roles for head dims up to 128, or 192 with valu
                            dK, dV in the shared memory of K, V -------------------- dkv_full -> TMA store dK, dV
     <--- keys_free -------------------------------------------------------------------------- (TMA has read them)
 
-ROWS_FREE is a named barrier, the others are mbarriers. `Slot` describes the row tile of a stage. Row tiles, with
-log-sum-exp, delta and slots, and dS have two stages. With fewer stages of values than of keys, the store warps load the
-values after the last gradients have left their place.
+ROWS_FREE is a named barrier, the others are mbarriers. Row tiles and dS have two stages. With fewer stages of values
+than of keys, the store warps load the values after the last gradients have left their place.
 
 Adding dQ to global memory bounds the kernel if tiles have many dims and few keys. So head dim 192 has tiles of 128
-keys, too, which leaves registers for 32 rows. A product has at least 64 rows, so dQ of 32 rows is computed transposed.
-`scale_dq_kernel` turns the float32 sums `dq_accum` into dQ.
+keys, too, which leaves registers for 32 rows. `scale_dq_kernel` turns the float32 sums `dq_accum` into dQ.
 """
 
 

@@ -163,8 +163,8 @@ class Form(NamedTuple):
     DQ_STAGES: int
     STORE_WARPS: int
     REGISTERS: int
-    """Registers per thread of the second warpgroup. The first gets the rest of 512, less DQ_REGISTERS and 32 for the
-    single warps. With fewer than 224 for dV of wide heads, the assembler serializes products."""
+    """Registers per thread of the second warpgroup. The first gets the rest of 512, less DQ_REGISTERS and 32. With
+    fewer than 224 for dV of wide heads, the assembler serializes products."""
     DQ_REGISTERS: int
     """Registers per thread of the dQ warpgroup."""
     SCORES_AHEAD: bool
@@ -219,7 +219,7 @@ def await_cleared_rows(step, args):
 
 @gluon.jit
 def _clear_blind_rows(step, args, FORM: gl.constexpr):
-    """Set the output's gradients of rows that see nothing to 0, since 0 * NaN is NaN. For the dQ warpgroup."""
+    """Set the output's gradients of rows that see nothing to 0, since 0 * NaN is NaN."""
     _tensors, _scalars, shared, barriers = args
     BLOCK_M: gl.constexpr = FORM.BLOCK_M
     BLOCK_V: gl.constexpr = FORM.BLOCK_V
@@ -277,8 +277,8 @@ def _take_work(place, args, FORM: gl.constexpr):
 def _draw_work(args, FORM: gl.constexpr):
     """Return the program's next work item.
 
-    Programs begin at the place of their own number. With DQ_ORDER they draw that place, too, because a tile waits for
-    tiles of lower places, which must have begun.
+    Programs begin at the place of their own number. With DQ_ORDER they draw that place, too: lower places must have
+    begun.
     """
     tensors, _scalars, _shared, _barriers = args
     place = gl.atomic_add(tensors.counter, 1)
@@ -444,8 +444,7 @@ def _load_row_tiles(
 ):  # fmt: skip
     """Load the row tiles of a query head's segments; return (next step, following work item).
 
-    `begin` is the step of this work item's first row tile. The following work item is drawn before this one's last row
-    tile.
+    `begin` is the step of this work item's first row tile.
     """
     _tensors, scalars, _shared, _barriers = args
     BLOCK_M: gl.constexpr = FORM.BLOCK_M
@@ -608,8 +607,8 @@ def _count_key_tile(semaphore, row_tiles):
 def store_gradients(WARP: gl.constexpr, args, FORM: gl.constexpr):
     """Store warp: add dQ to `dq_accum` per row tile, and store dK and dV unless SCATTER.
 
-    Two store warps alternate between row tiles, and each stores one of two parts of the keys. With one, the second
-    idles. If values have fewer stages than keys, store warps load the values.
+    Two store warps alternate between row tiles, and each stores one of two parts of the keys. If values have fewer
+    stages than keys, store warps load the values.
 
     With DQ_ORDER, a warp counts the key tile in the other warp's turn, after both have read the slots of that turn, so
     that the next rows load meanwhile.

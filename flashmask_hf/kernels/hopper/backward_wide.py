@@ -1,7 +1,6 @@
 """Device code of the Hopper backward for head dims up to 256: the roles that accumulate dV and dK.
 
-With head dim 256, dK and dV of 64 keys take 256 registers per thread. So each has its own warpgroup, and softmax
-weights pass between them:
+dK and dV of 64 keys take 256 registers per thread, so each has its own warpgroup:
 
     dV (1 warpgroup)             dK (1 warpgroup)              dQ (1 warpgroup)
     S' = K Q'                    dP' = V dO'
@@ -17,8 +16,7 @@ weights pass between them:
                                  <---------------- ds_free --- (K is read)
     dV in the place of V         dK in the place of K
 
-`backward_kernel` documents the other roles and barriers. Keys, values and dO have one stage, loaded after both
-warpgroups have arrived at DO_FREE.
+`backward_kernel` documents the other roles and barriers. Keys, values and dO have one stage.
 """
 
 # Device code: a tile or a constexpr reads as an int or a function there.

@@ -1,20 +1,19 @@
 """Order in which tiles of keys add to dQ when the Hopper backward is deterministic.
 
 Programs begin key tiles in the order `key_tile_order`. A key tile waits at a row tile's semaphore until all earlier
-ones have added to it. It thus waits only for tiles that have begun, and the first unfinished tile never waits, so no
-order can deadlock.
+ones have added to it. It thus waits only for tiles that have begun, so no order can deadlock.
 
-A good order keeps waits short. Key tiles begin by *lead*, the greatest first: lead = last row - number of rows, in the
-direction of the walk. Of two tiles that begin together and end at the same row, the greater lead arrives first. Tiles
-are *level* if their leads are equal, and *near* if their leads differ by less than the keys of a tile.
+Key tiles begin by *lead*, the greatest first: lead = last row - number of rows, in the direction of the walk. Of two
+tiles that begin together and end at the same row, the greater lead arrives first. Tiles are *level* if their leads are
+equal, and *near* if their leads differ by less than the keys of a tile. Times are multiples of the unordered time, on
+an H200:
 
 - Level tiles, as in a document, should begin 256 rows apart, or 128 with tiles of 64 keys. So the more tiles are level,
-  the more key-value heads alternate. Too many exceed the L2 cache: 17 MB per 128 rows of distance (132 programs, head
-  dim 128). On an H200 causal blocks took 1.12 times the unordered time with 10 of 32 heads, 1.26 with 2, 1.31 with 16.
+  the more key-value heads alternate. Too many exceed the L2 cache. Causal blocks took 1.12 with 10 of 32 heads, 1.26
+  with 2, 1.31 with 16.
 - Query heads that share keys walk bands of rows together, else tiles with few rows wait for the first head's last row.
-  Documents with 8 query heads per key-value head took 1.66 times the unordered time without bands, 1.1 with them.
-- If many leads are near upwards, as in causal masks, all tiles walk upwards: 1.13 instead of 1.72 (16 heads of 256, 4
-  key-value heads).
+  Documents with 8 query heads per key-value head took 1.66 without bands, 1.1 with them.
+- If many leads are near upwards, as in causal masks, all tiles walk upwards: 1.13 instead of 1.72.
 
 `tests/tools/ordered_sums.py` simulates the waits.
 """
@@ -42,8 +41,7 @@ _FIRST_BAND_ROWS = tl.constexpr(128)
 _UPWARD_GROUP = 4
 """Fewest query heads per key-value head for walks upwards."""
 _SKIPPED_SHARE = tl.constexpr(8)
-"""Key tiles count as skipping rows if together they skip more than 1 / _SKIPPED_SHARE of the row tiles that they walk
-(not tuned)."""
+"""Key tiles skip rows if together they skip more than 1 / _SKIPPED_SHARE of the row tiles that they walk."""
 _SEGMENTS = tl.constexpr(VISIBLE_SEGMENTS + PARTIAL_SEGMENTS)
 _LANES = 128
 _SUMS = tl.constexpr(5)
@@ -60,8 +58,7 @@ class DqOrder(NamedTuple):
     semaphores: Tensor
     """int32 zeros, one per row tile of dQ: key tiles that have added to it."""
     key_tile_order: Tensor
-    """int32 [directions, groups of the batch, key tiles]: key tiles in starting order, per group of masks, for walks
-    downwards and, if `may_walk_upwards`, upwards."""
+    """int32 [directions, groups of the batch, key tiles]: key tiles in starting order, per group of masks."""
     schedule: Tensor
     """int32 [4]: key-value heads that alternate, rows of the first and of later bands, and 1 for walks upwards, else 0.
     Bands end at multiples of their rows, in the direction of the walk."""
@@ -210,8 +207,6 @@ def _rank_key_tiles(
 ):  # fmt: skip
     """Choose the schedule, rank the key tiles of one row tile, and clear a share of the semaphores.
 
-    Every program chooses the schedule, which is cheaper than another launch.
-
     Tensors:
         segments: [masks, n_columns, SEGMENTS, 2].
         key_tile_order, sums: of `_order_key_tiles`.
@@ -260,8 +255,7 @@ def _rank_key_tiles(
 def _add_sums(sums, n_sums, CAUSAL: tl.constexpr, ONE_MASK: tl.constexpr, LANES: tl.constexpr):
     """Add the sums of all key tiles in a direction.
 
-    All tiles count as level if many rows are skipped or with several masks, where leads do not decide which tiles meet.
-    Causal masks are excepted, since their tiles seldom meet.
+    All tiles count as level if many rows are skipped, or with several masks, unless the mask is causal.
 
     Returns:
         row tiles walked, whether many are skipped, key tiles that see rows, level key tiles, near key tiles.

@@ -154,10 +154,9 @@ def prepare_forward(problem: Problem, ordered: bool = False) -> Callable[..., tu
 def _configs(shape: torch.Size, widths: Widths, capped: bool, ordered: bool) -> list[Config]:
     """Return the configurations to launch: the usual one and, in long calls, one with tall tiles.
 
-    The device, which alone knows the mask, decides which launch works, for the whole call. The two sum a row in
-    different orders, so other masks in the batch can change a row's rounding.
-
-    A softcap's tanh takes registers that three consumers lack. `ordered` rows, of sparse attention, have short lists.
+    The device decides which launch works, for the whole call. The two sum a row in different orders, so other masks in
+    the batch can change a row's rounding. A softcap's tanh takes registers that three consumers lack. `ordered` rows
+    have short lists.
     """
     batch, heads, q_len, _ = shape
     many = q_len >= _TALL_QUERIES and batch * heads * q_len >= _TALL_ROWS

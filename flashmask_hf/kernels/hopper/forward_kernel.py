@@ -1,6 +1,6 @@
 """Device code of the Hopper forward: a persistent, warp-specialized kernel (FlashAttention-3, section 3).
 
-A program takes work items from a counter. A work item is a tile of query rows of one head. Every warp has one role:
+A program takes work items, tiles of query rows of one head, from a counter. Every warp has one role:
 
     producer (1 warp)                  mask decoders (2 warps)          consumers (2 or 3 warpgroups, 64 rows each)
 
@@ -26,7 +26,7 @@ x_full and x_free are mbarriers; KEYS_READ, VALUES_READ and MASK_READ are named 
 two stages, keys and values STAGES. If shared memory is short, Q has one, loaded after the first keys.
 
 A consumer issues the scores of the next key tile before it waits for the products of this one, so that its softmax runs
-beside the tensor cores. One loop serves all key tiles, since short code stays in the instruction cache.
+beside the tensor cores.
 """
 
 # Device code: a tile or a constexpr reads as an int or a function there.
@@ -591,7 +591,7 @@ def forward_kernel(
 ):  # fmt: skip
     """Set up shared memory and start the roles.
 
-    `chosen_rows`, int32 [1] or None: tile height chosen on the device. Of two launches, the one with this height works.
+    `chosen_rows`, int32 [1] or None: of two launches, the one with this tile height works.
     """
     WARPGROUPS: gl.constexpr = FORM.WARPGROUPS
     STAGES: gl.constexpr = FORM.STAGES

@@ -27,8 +27,7 @@ def _observed() -> bool:
 class Launch:
     """Kernel whose grid, scalars and compile-time constants are bound; call it with its tensors.
 
-    In every call, the same tensors are None, and the others have the same layouts (`tensor_layout.Layout`), on the
-    current device.
+    In every call, the same tensors are None, and the others have the same layouts.
 
     Args:
         kernel: a function under `triton.jit` or `gluon.jit`, whose parameters are tensors, scalars and constants.

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from flashmask_hf._call.arguments import Arguments
+from flashmask_hf._call.arguments import Arguments, Inputs
 from flashmask_hf.dropout import threshold_of
 from flashmask_hf.kernels.launch.tensor_layout import Layout, layout_of
 from flashmask_hf.tile_plan import plan_shapes
@@ -74,9 +73,7 @@ class Problem(NamedTuple):
         return {"CAUSAL": self.causal, "N": self.mask_shape[-1], "CAP": self.softcap != 0}
 
 
-def problem_of(
-    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, sinks: Tensor | None, causal: bool, arguments: Arguments,
-    shard: bool = False,
-) -> Problem:  # fmt: skip
-    """Read the problem from the tensors and arguments of a call (see `Problem` for their shapes)."""
+def problem_of(inputs: Inputs, causal: bool, arguments: Arguments, shard: bool = False) -> Problem:
+    """Read the problem from the tensors and arguments of a call."""
+    q, k, v, sinks, indices = inputs
     return Problem(layout_of(q), layout_of(k), layout_of(v), indices.shape, causal, sinks is not None, arguments, shard)

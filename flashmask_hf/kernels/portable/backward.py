@@ -1,7 +1,6 @@
 """The portable backward without atomics (FlashMask, ICLR 2025, algorithm 2): two kernels, one writer per gradient.
 
-Each gradient has one order of summation, so repeated runs agree to the bit. Both kernels recompute the weights from q,
-k and the row statistics of `shared.row_statistics`:
+Repeated runs agree to the bit. Both kernels recompute the weights from q, k and `shared.row_statistics`:
 
     _backward_keys: a program per key tile of a key-value head, in the order of `shared.work_order`
         keys [BN, D], values [BN, DV], dk [BN, D], dv [BN, DV]          stay
@@ -145,12 +144,7 @@ def _accumulate_keys(
 
 @triton.jit
 def _hidden_row_tiles(intervals, column, lengths, CAUSAL: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Find row tiles that see none of a key tile from key `column` on.
-
-    Returns:
-        (low, gap_first, gap_last): row tiles below `low` and in [gap_first, gap_last), which may be empty, are hidden
-        from all keys. Others may be hidden, too.
-    """
+    """Return (low, gap_first, gap_last): row tiles below `low` and in [gap_first, gap_last) see no key of a tile."""
     q_len, kv_len = lengths
     diagonal = kv_len - q_len
     low = 0
@@ -163,10 +157,7 @@ def _hidden_row_tiles(intervals, column, lengths, CAUSAL: tl.constexpr, N: tl.co
 
 @triton.jit
 def _trimmed_range(segment, low, gap_first, gap_last, SUBROWS: tl.constexpr):
-    """Return the row tiles [first, last) of a partial segment, without hidden tiles at its ends.
-
-    `segment` points to [start, end), in row tiles of the plan; the other bounds come from `_hidden_row_tiles`.
-    """
+    """Return row tiles [first, last) of a partial segment, without hidden ones (`_hidden_row_tiles`) at its ends."""
     first = tl.maximum(tl.load(segment) * SUBROWS, low)
     last = tl.load(segment + 1) * SUBROWS
     last = tl.where(last <= gap_last, tl.minimum(last, gap_first), last)
@@ -358,11 +349,7 @@ def _backward_queries(
 def prepare_backward(problem: Problem, dout: Layout, output: OutputLayout | None) -> Callable[..., Gradients]:
     """Prepare the backward for tensors of one layout.
 
-    `dout` is the layout of the output's gradient, [B, Hq, Sq, Dv]. `output` are inputs of delta, or None for calls with
-    delta as a tensor.
-
-    Returns:
-        (dout, q, k, v, lse, delta, indices, plan[, seed]) -> gradients, with lse [B, Hq, Sq] of the forward.
+    Arguments and the function returned are as in `Implementation.backward`.
     """
     q, k, v = problem.q, problem.k, problem.v
     batch, heads, q_len, dim = q.shape

@@ -215,11 +215,7 @@ def _combine(
 
 
 def prepare_decode(problem: Problem) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Prepare decoding for tensors of one layout. A bound out of range fails a device-side assertion.
-
-    Returns:
-        (q, k, v, sinks, indices) -> (out [B, Hq, Sq, Dv] like q, stored as [B, Sq, Hq, Dv]; lse [B, Hq, Sq] float32).
-    """
+    """Prepare decoding for tensors of one layout. A bound out of range fails a device-side assertion."""
     q, k, v = problem.q, problem.k, problem.v
     batch, heads, q_len, dim = q.shape
     kv_heads, kv_len, v_dim = k.shape[1], k.shape[2], v.shape[3]

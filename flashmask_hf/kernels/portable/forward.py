@@ -8,8 +8,6 @@ A program computes one row tile of one head:
     for each partial tile, from the back:                        bounds [BN, N] stream, too
         the same with hidden pairs at -inf
     out = acc / total, lse = top + log(total)
-
-Hidden tiles are on no list, so they cost nothing.
 """
 
 from __future__ import annotations
@@ -146,12 +144,7 @@ def _forward(
 
 
 def prepare_forward(problem: Problem) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Prepare the forward for tensors of one layout.
-
-    Returns:
-        (q, k, v, sinks, indices, plan[, seed]) -> (out [B, Hq, Sq, Dv] like q, stored as [B, Sq, Hq, Dv]; lse
-        [B, Hq, Sq] float32).
-    """
+    """Prepare the forward for tensors of one layout, as `Implementation.forward`."""
     q, k, v = problem.q, problem.k, problem.v
     batch, heads, q_len, dim = q.shape
     kv_heads, kv_len, v_dim = k.shape[1], k.shape[2], v.shape[3]

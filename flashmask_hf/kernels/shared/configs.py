@@ -44,8 +44,7 @@ _QUERIES = {
     128: (Config(128, 64, 8, 3), Config(128, 64, 8, 2), Config(64, 64, 4, 2), Config(64, 32, 4, 1)),
     256: (Config(64, 32, 4, 1), Config(32, 32, 4, 1)),
 }
-# Decoding is bound by the bytes in flight on a multiprocessor with two programs. An H200 reads long caches at 0.95 of
-# the rate of SDPA without a mask (`recipes/benchmarks/attention.py decode`).
+# Decoding is bound by the bytes in flight on a multiprocessor with two programs.
 _DECODE = {
     64: (Config(64, 64, 4, 4), Config(64, 64, 4, 3), Config(64, 64, 4, 2)),
     128: (Config(32, 64, 4, 3), Config(32, 64, 4, 2), Config(32, 32, 4, 2)),
@@ -88,8 +87,7 @@ def queries_config(problem: Problem) -> Config:
 def decode_config(problem: Problem) -> Config:
     """Return the tiles of decoding. Shared memory holds the rows, and all but one stage of k, v and the bounds.
 
-    A tile holds rows of all heads that share a key-value head. If each has its own mask, every row's bounds take
-    registers, and tiles have 16 rows.
+    If heads that share a key-value head have masks of their own, every row's bounds take registers: 16 rows.
     """
     block_d, block_v = _blocks(problem)
     heads, q_len = problem.q.shape[1:3]

@@ -344,8 +344,7 @@ def _join_lists(tile, tiles, counts, flags, joined, joined_counts, q_len, n_q, n
 def join_rows(plan: Plan, q_len: int, least: int) -> tuple[Tensor, Tensor, Tensor]:
     """Join the lists of a plan for tiles of `JOINED_ROWS` query rows, which meet two row tiles of the plan each.
 
-    Lists are joined if sampled ones have at least `least` tiles on average. They serve one call and take 4 * Tk / 192
-    bytes per query row.
+    Lists are joined if sampled ones have at least `least` tiles on average.
 
     Returns:
         tiles int16 [B, Hm, ceil(q_len / 192), Tk] and counts int32 [B, Hm, ceil(q_len / 192), 2], as in a plan; and

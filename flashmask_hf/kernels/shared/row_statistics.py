@@ -107,8 +107,7 @@ OutputLayout: TypeAlias = tuple[Layout, bool]
 def prepare_delta(dout: Layout, out: Layout, padded_len: int, sums: int = 0, clean: Layout | None = None) -> Launch:
     """Prepare `_row_delta` of its tensors, from `dout` to `clean`; those from dlse to counter are contiguous.
 
-    `dout`, `out` and `clean` (if written) are layouts. delta and padded_lse have `padded_len` rows per head. A row has
-    `sums` numbers, a multiple of 64; rows are rounded up to row tiles of a plan.
+    delta and padded_lse have `padded_len` rows per head. A row has `sums` numbers, a multiple of 64.
     """
     batch, heads, q_len, v_dim = out.shape
     block_m = 64
@@ -122,8 +121,5 @@ def prepare_delta(dout: Layout, out: Layout, padded_len: int, sums: int = 0, cle
 
 
 def prepare_statistics(planes: int, q_len: int, padded_len: int) -> Launch:
-    """Prepare `_row_statistics` of (lse, delta, padded_lse, padded_delta), all contiguous.
-
-    They have `planes` = batch * heads, of `q_len` and `padded_len` rows.
-    """
+    """Prepare `_row_statistics` of (lse, delta, padded_lse, padded_delta), contiguous, for `planes` = batch * heads."""
     return Launch(_row_statistics, planes * padded_len // ROWS, q_len, padded_len, BLOCK_M=ROWS, num_warps=1)

@@ -1,15 +1,12 @@
 """Order in which programs of the backward take key tiles: tiles with many row tiles first.
 
-A work item is a key tile of a key-value head, for all query heads that share it. A long item at the end keeps one
-multiprocessor busy while the others idle, above all in small batches and with grouped heads.
+A work item is a key tile of a key-value head, for all query heads that share it. A long item at the end would keep one
+multiprocessor busy while the others idle.
 
 Items are numbered head by head. The last heads' items, about `_SORTED_ITEMS` per program, are sorted by the bit length
-of their number of row tiles, the greatest first; ties and earlier items keep their order. A finer sort would separate
-items of one head, which share rows in the L2 cache. For the same reason, at most half as many heads as programs are
-sorted.
-
-On an H200 with one packed row of 8K tokens, 32 heads of 128 and 8 key-value heads, this order takes 0.8 times the time
-for causal documents and shared questions, 0.9 for causal attention, and 1.07 for sliding windows, whose items are alike
+of their number of row tiles, the greatest first. A finer sort, or of more heads than half the programs, would separate
+items of one head, which share rows in the L2 cache. On an H200 this takes 0.8 times the time for causal documents and
+shared questions, 0.9 for causal attention, and 1.07 for sliding windows
 (`recipes/benchmarks/results/work_order_h200.csv`).
 """
 

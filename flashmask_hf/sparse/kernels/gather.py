@@ -4,8 +4,6 @@ An order is a permutation of a head's rows. A program moves the rows of one bloc
 
     _move:             x                        -> its rows in the order; or back from the order
     _gather_upstream:  gradient of out, and out -> rows of the gradient in the order; row sums of their product, delta
-
-Neighbouring programs take the heads of the same positions, often neighbours in memory.
 """
 
 from __future__ import annotations

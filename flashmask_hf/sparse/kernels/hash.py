@@ -66,16 +66,7 @@ def _nearest(
 
 
 def nearest(x: Tensor, directions: Tensor, dtype: torch.dtype) -> Tensor:
-    """Find the nearest direction of each vector, as the operator `flashmask_hf::nearest`.
-
-    Args:
-        x: bfloat16, float16 or float32 [B, H, S, D], of any strides.
-        directions: [Hd, D, n]; head h has directions[h // (H // Hd)].
-        dtype: of the result.
-
-    Returns:
-        [B, H, S] in 0..2 * n - 1; the upper n are opposites.
-    """
+    """Find the nearest direction of each vector, as the operator `flashmask_hf::nearest`; `dtype` is of the result."""
     batch, heads, rows, dims = x.shape
     count = directions.shape[2]
     x = x if x.stride(-1) == 1 else x.contiguous()

@@ -89,10 +89,7 @@ def _sort_rows(
 
 @triton.jit
 def _find_first(order, start, end, row, steps):
-    """Return the first position in [start, end), where `order` ascends, with a value of `row` or more; `end` if none.
-
-    `steps` bounds the steps of the binary search.
-    """
+    """Return the first position in [start, end), where `order` ascends, with a value of `row` or more; else `end`."""
     for _ in range(steps):
         middle = (start + end) // 2
         less = (start < end) & (tl.load(order + middle, mask=start < end, other=0) < row)
@@ -160,12 +157,11 @@ def sort_by_bucket(q_bucket: Tensor, k_bucket: Tensor, n_buckets: int) -> tuple[
     Args:
         q_bucket: int [B, Hq, Sq], contiguous, in 0..n_buckets - 1; a GPU asserts it.
         k_bucket: int [B, Hkv, Skv], likewise.
-        n_buckets: at most 256. Scratch memory takes 8 * n_buckets * ceil(S / _block(n_buckets)) bytes per head.
+        n_buckets: at most 256.
 
     Returns:
-        q_order int32 [B, Hq, Sq]; k_order int32 [B, Hkv, Skv]; starts int32 [1 + B * Hq * n_buckets * blocks + ...]:
-        the number of queries before each (plane, bucket, block) in the order of all planes, then of keys unless they
-        are the same.
+        q_order int32 [B, Hq, Sq]; k_order int32 [B, Hkv, Skv]; starts int32, the number of queries before each (plane,
+        bucket, block), then of keys unless they are the same.
     """
     q_len, kv_len = q_bucket.shape[2], k_bucket.shape[2]
     block = _block(n_buckets)

@@ -13,7 +13,7 @@ from tools.support import covering, poisoned
 pytest.importorskip("triton")
 
 from flashmask_hf import FlashMask, masks
-from flashmask_hf._call.arguments import Arguments
+from flashmask_hf._call.arguments import Arguments, Inputs
 from flashmask_hf.kernels.hopper import dq_order
 from flashmask_hf.kernels.hopper.dq_order import DqOrder, prepare_dq_order
 from flashmask_hf.kernels.launch.problem import problem_of
@@ -38,7 +38,7 @@ def _order(
     mask = mask.to(device)
     q = torch.empty(batch, heads, q_len, 64, dtype=torch.bfloat16, device=device)
     k = torch.empty(batch, kv_heads, mask.kv_len, 64, dtype=torch.bfloat16, device=device)
-    problem = problem_of(q, k, k, mask.indices, None, mask.causal, Arguments(1.0))
+    problem = problem_of(Inputs(q, k, k, None, mask.indices), mask.causal, Arguments(1.0))
     with poisoned():
         made = prepare_dq_order(problem, *tile, PROGRAMS)(mask.indices)
     return DqOrder(*(x.cpu() for x in made))

@@ -48,7 +48,7 @@ from tools.sparse_attention import check as check_sparse
 
 from flashmask_hf import FlashMask, masks, tile_plan
 from flashmask_hf._call import call, implementations
-from flashmask_hf._call.arguments import Arguments
+from flashmask_hf._call.arguments import Arguments, Inputs
 from flashmask_hf._call.operators import flash_attn_backward, flash_attn_forward, plan_of
 from flashmask_hf.kernels.hopper import backward as hopper_backward
 from flashmask_hf.kernels.hopper import backward_roles, dq_order
@@ -266,7 +266,7 @@ def test_the_simulated_walk_is_the_kernel_s(
     mask = FlashMask(torch.cat(indices, 1), given[0].causal)
     q, k, v, dout = hopper_kernels.inputs(1, heads, 2, 768, 768, (64, 64), torch.float16, "cpu")
     tiles = tile_plan.build_plan(mask.indices, mask.causal, 768)
-    problem = problem_of(q, k, v, mask.indices, None, mask.causal, Arguments(0.1))
+    problem = problem_of(Inputs(q, k, v, None, mask.indices), mask.causal, Arguments(0.1))
     made = dq_order.prepare_dq_order(problem, 128, 128, 1)(mask.indices)
     loaded: list[tuple[int, int]] = []
     tile_of = gluon_interpreter.Descriptor.tile
