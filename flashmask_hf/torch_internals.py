@@ -103,7 +103,9 @@ def is_capturing(x: Tensor) -> bool:
     """Return whether the current stream of the tensor's device captures a CUDA graph."""
     if not x.is_cuda:
         return False
-    with device_guard(x):
+    if x.get_device() == current_gpu():
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(x.device):
         return torch.cuda.is_current_stream_capturing()
 
 
@@ -113,8 +115,6 @@ current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStr
 current_gpu: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: 0)
 """Return the index of the current GPU without initializing CUDA."""
 
-_UNGUARDED = contextlib.nullcontext()
-
 
 def stream_of(x: Tensor) -> tuple[int, int] | None:
     """Return the index of the tensor's GPU and the handle of its current stream, or None on other devices."""
@@ -122,13 +122,6 @@ def stream_of(x: Tensor) -> tuple[int, int] | None:
         return None
     gpu = x.get_device()
     return gpu, current_stream(gpu)
-
-
-def device_guard(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which the tensor's GPU is current."""
-    if x.is_cuda and x.get_device() != current_gpu():
-        return torch.cuda.device(x.device)
-    return _UNGUARDED
 
 
 def no_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -64,12 +64,6 @@ def rule(rules: list[Rule], name: str, *given: str, **options: Any) -> Callable[
     return add
 
 
-def refusal(rules: list[Rule], name: str, given: str, config: str, text: str) -> None:
-    """Add a check that refuses an argument of models with a setting; `text` has places for attributes of the `Call`."""
-    found = Rule(name, lambda call: (False, text.format(call)), (given,), True, config, error=NotImplementedError)
-    rules.append(found)
-
-
 _applicable: weakref.WeakKeyDictionary[Any, dict[Any, list[Rule]]] = weakref.WeakKeyDictionary()
 """Rules that can apply to the calls of a model, by its state and the kind of call."""
 

@@ -7,7 +7,7 @@ from tools.portable_kernels import chosen
 from torch import Tensor
 
 from flashmask_hf import FlashMask
-from flashmask_hf._call.arguments import Arguments
+from flashmask_hf._call.arguments import Arguments, Inputs
 from flashmask_hf.kernels.hopper import forward as hopper_forward
 from flashmask_hf.kernels.hopper.backward import prepare_backward
 from flashmask_hf.kernels.hopper.forward import Config
@@ -51,7 +51,7 @@ def forward(
     order: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return out, its rows put in `order` if there is one, and lse."""
-    problem = problem_of(q, k, v, mask.indices, sinks, mask.causal, Arguments(scale, softcap))
+    problem = problem_of(Inputs(q, k, v, sinks, mask.indices), mask.causal, Arguments(scale, softcap))
     with chosen(hopper_forward, _configs=None if config is None else [config]):
         run = hopper_forward.prepare_forward(problem, order is not None)
     return run(q, k, v, sinks, mask.indices, plan, order)
@@ -72,7 +72,9 @@ def backward(
     orders: tuple[Tensor, Tensor] | None = None,
 ) -> Gradients:
     """Return dq, dk and dv, their rows put in `orders` if there are some, and delta."""
-    problem = problem_of(q, k, v, mask.indices, None, mask.causal, Arguments(scale, softcap, None, deterministic))
+    problem = problem_of(
+        Inputs(q, k, v, None, mask.indices), mask.causal, Arguments(scale, softcap, None, deterministic)
+    )
     output = (layout_of(delta[0]), delta[1] is not None) if isinstance(delta, tuple) else None
     run = prepare_backward(problem, layout_of(dout), output, orders is not None)
     return run(dout, q, k, v, lse, delta, mask.indices, plan, orders)

@@ -11,7 +11,7 @@ from unittest import mock
 from torch import Tensor
 
 from flashmask_hf import FlashMask
-from flashmask_hf._call.arguments import Arguments
+from flashmask_hf._call.arguments import Arguments, Inputs
 from flashmask_hf.kernels.launch.problem import problem_of
 from flashmask_hf.kernels.launch.tensor_layout import layout_of
 from flashmask_hf.kernels.portable import backward as portable_backward
@@ -47,7 +47,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse."""
     arguments, shard = Arguments(scale, softcap, dropout=dropout), seed is not None and len(seed) > 1
-    problem = problem_of(q, k, v, mask.indices, sinks, mask.causal, arguments, shard)
+    problem = problem_of(Inputs(q, k, v, sinks, mask.indices), mask.causal, arguments, shard)
     with chosen(portable_forward, forward_config=config):
         run = portable_forward.prepare_forward(problem)
     return run(q, k, v, sinks, mask.indices, plan, seed)
@@ -71,7 +71,7 @@ def backward(
 ) -> Gradients:
     """Return dq, dk, dv and delta."""
     arguments, shard = Arguments(scale, softcap, dropout=dropout), seed is not None and len(seed) > 1
-    problem = problem_of(q, k, v, mask.indices, None, mask.causal, arguments, shard)
+    problem = problem_of(Inputs(q, k, v, None, mask.indices), mask.causal, arguments, shard)
     output = (layout_of(delta[0]), delta[1] is not None) if isinstance(delta, tuple) else None
     with chosen(portable_backward, keys_config=by_keys, queries_config=by_queries):
         run = portable_backward.prepare_backward(problem, layout_of(dout), output)
@@ -90,7 +90,7 @@ def decode(
     n_splits: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse."""
-    problem = problem_of(q, k, v, mask.indices, sinks, mask.causal, Arguments(scale, softcap))
+    problem = problem_of(Inputs(q, k, v, sinks, mask.indices), mask.causal, Arguments(scale, softcap))
     with chosen(portable_decode, decode_config=config, decode_splits=n_splits):
         run = portable_decode.prepare_decode(problem)
     return run(q, k, v, sinks, mask.indices)

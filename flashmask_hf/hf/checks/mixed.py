@@ -11,7 +11,7 @@ from torch import Tensor
 from flashmask_hf.hf.call import Call
 from flashmask_hf.hf.checks.recurrent import is_guarded
 from flashmask_hf.hf.checks.trees import has_one_document
-from flashmask_hf.hf.rules import Rule, Verdict, refusal, rule
+from flashmask_hf.hf.rules import Rule, Verdict, rule
 from flashmask_hf.names import PACKED_IDS
 
 CHECKS: list[Rule] = []
@@ -62,22 +62,34 @@ def _is_one_answer(call: Call) -> Verdict:
     )
 
 
-refusal(
+@rule(
     CHECKS,
     "images in a model with cross-attention to them (Mllama)",
     "cross_attention_states",
-    "cross_attention_layers",
-    "{0.name} attends to images in layers of their own, whose mask {0.implementation!r} does not take; load with "
-    "'sdpa', or pass text alone",
+    ours=True,
+    config="cross_attention_layers",
+    error=NotImplementedError,
 )
-refusal(
+def _has_no_cross_attention(call: Call) -> Verdict:
+    return False, (
+        f"{call.name} attends to images in layers of their own, whose mask {call.implementation!r} does not take; load "
+        "with 'sdpa', or pass text alone"
+    )
+
+
+@rule(
     CHECKS,
     "images in a tower that pools them by a mask (SigLIP 2)",
     "pixel_attention_mask",
-    "vision_use_head",
-    "{0.name} pools images in a layer that does not take masks of {0.implementation!r}; set vision_use_head=False, or "
-    "load with {{'text_config': 'flashmask', 'vision_config': 'sdpa'}}",
+    ours=True,
+    config="vision_use_head",
+    error=NotImplementedError,
 )
+def _pools_no_images(call: Call) -> Verdict:
+    return False, (
+        f"{call.name} pools images in a layer that does not take masks of {call.implementation!r}; set "
+        "vision_use_head=False, or load with {'text_config': 'flashmask', 'vision_config': 'sdpa'}"
+    )
 
 
 @rule(CHECKS, "`seq_idx` that marks documents which `position_ids` do not mark", "seq_idx", ours=True)

@@ -34,10 +34,6 @@ Adding dQ to global memory bounds the kernel if tiles have many dims and few key
 keys, too, which leaves registers for 32 rows. `scale_dq_kernel` turns the float32 sums `dq_accum` into dQ.
 """
 
-
-# Device code: a tile or a constexpr reads as an int or a function there.
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 from typing import Any, NamedTuple

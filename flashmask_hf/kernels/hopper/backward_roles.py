@@ -3,10 +3,6 @@
 `backward_kernel` draws the roles.
 """
 
-
-# Device code: a tile or a constexpr reads as an int or a function there.
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 from typing import Any, NamedTuple

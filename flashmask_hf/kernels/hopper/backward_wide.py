@@ -19,9 +19,6 @@ dK and dV of 64 keys take 256 registers per thread, so each has its own warpgrou
 `backward_kernel` documents the other roles and barriers. Keys, values and dO have one stage.
 """
 
-# Device code: a tile or a constexpr reads as an int or a function there.
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 from flashmask_hf.kernels.hopper.backward_roles import (

@@ -29,9 +29,6 @@ A consumer issues the scores of the next key tile before it waits for the produc
 beside the tensor cores.
 """
 
-# Device code: a tile or a constexpr reads as an int or a function there.
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 from typing import Any, NamedTuple

@@ -146,18 +146,18 @@ def test_triton_is_asked_every_time_for_amd_gpus(launches: _Launches, monkeypatc
     assert (len(launches.asked), len(launches.compiled)) == (3, 0)
 
 
-def test_launches_for_tensors_of_another_gpu_are_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton launches on the current GPU, which may not be the one of the tensors."""
+def test_the_stream_of_another_gpu_is_asked_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[str] = []
     monkeypatch.setattr(torch_internals, "current_gpu", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext(entered.append(device)))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
 
-    def guarded(index: int | None) -> Any:
-        device = torch.device("cpu" if index is None else f"cuda:{index}")
-        x: Any = SimpleNamespace(is_cuda=index is not None, get_device=lambda: index, device=device)
-        with torch_internals.device_guard(x) as entered:
-            return entered
+    def is_capturing(index: int | None) -> bool:
+        x: Any = SimpleNamespace(is_cuda=index is not None, get_device=lambda: index, device=f"cuda:{index}")
+        return torch_internals.is_capturing(x)
 
-    assert [guarded(index) for index in (None, 2, 3)] == [None, None, torch.device("cuda:3")]
+    assert [is_capturing(index) for index in (None, 2, 3)] == [False, True, True]
+    assert entered == ["cuda:3"]
 
 
 def _described_launch() -> Launch:

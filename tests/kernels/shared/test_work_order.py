@@ -7,7 +7,7 @@ import torch
 from tools.support import INTERPRETED, poisoned
 
 from flashmask_hf import masks
-from flashmask_hf._call.arguments import Arguments
+from flashmask_hf._call.arguments import Arguments, Inputs
 from flashmask_hf.kernels.launch.problem import problem_of
 from flashmask_hf.kernels.launch.tensor_layout import layout_of
 from flashmask_hf.kernels.portable import backward as portable_backward
@@ -35,7 +35,7 @@ def test_order(monkeypatch: pytest.MonkeyPatch, subtiles: int, shape: tuple[int,
     indices[-1, -1, 500:] = 0
     plan = build_plan(indices, True, ROWS)
     q, k = torch.empty(BATCH, HEADS, ROWS, 64), torch.empty(BATCH, KV_HEADS, ROWS, 64)
-    problem = problem_of(q, k, k, indices, None, True, Arguments(1.0))
+    problem = problem_of(Inputs(q, k, k, None, indices), True, Arguments(1.0))
     tiles = 10 * subtiles
     unsorted, make = prepare_work_order(problem, tiles, subtiles, PROGRAMS)
 
@@ -56,7 +56,7 @@ def test_few_heads_are_sorted() -> None:
     segments = torch.zeros(1, 1, 4, 7, 2, dtype=torch.int32)
     segments[..., 0, 1] = torch.tensor([1 << 14, 1, 1 << 17, 3])
     x = torch.empty(1, 9, 512, 64)
-    problem = problem_of(x, x, x, torch.zeros(1, 1, 512, 1, dtype=torch.int32), None, True, Arguments(1.0))
+    problem = problem_of(Inputs(x, x, x, None, torch.zeros(1, 1, 512, 1, dtype=torch.int32)), True, Arguments(1.0))
     unsorted, make = prepare_work_order(problem, 4, 1, 3)
     assert unsorted == 7 * 4
     assert make(segments).tolist() == [28, 30, 32, 34, 31, 35, 29, 33, 36, 37, 38]
@@ -67,7 +67,7 @@ def test_portable_backward_takes_items_of_the_order(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(portable_backward, "prepare_work_order", lambda *_: (1, lambda _: torch.full((9,), 5)))
     x = torch.zeros(1, 1, 640, 64, dtype=torch.float16)
     mask = masks.causal(640)
-    problem = problem_of(x, x, x, mask.indices, None, True, Arguments(1.0))
+    problem = problem_of(Inputs(x, x, x, None, mask.indices), True, Arguments(1.0))
     plan = build_plan(mask.indices, True, 640)
     backward = portable_backward.prepare_backward(problem, layout_of(x), None)
     lse = torch.zeros(1, 1, 640)
