@@ -1,7 +1,7 @@
 """Attention dropout: which pairs of query rows and keys are kept.
 
 A pair is kept if a word of Philox4x32-7 (Salmon et al. 2011) is at least p * 2**32. Four words are for rows i, i + 8
-and keys j, j + 8 of blocks of 16, whose scores one thread of a matrix product holds:
+and keys j, j + 8 of blocks of 16, which one thread of a matrix product holds:
 
     key:      the seed
     counter:  (row // 16 * 8 + row % 8, key // 16 * 8 + key % 8, query head, batch entry)

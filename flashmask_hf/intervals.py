@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Runs(NamedTuple):
-    """First and last maximal run of hidden rows in each key column, and the number of runs."""
+    """First and last run of hidden rows in each key column, and the number of runs."""
 
     starts: Tensor
     """int32 [B, H, Skv, 2], first and last run (equal if there is only one)."""

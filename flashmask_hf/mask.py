@@ -44,8 +44,8 @@ class MaskNotRepresentable(ValueError):
 class FlashMask:
     """An attention mask as hidden row intervals per key column.
 
-    Row i is a query, column j a key. Intervals are start-inclusive and end-exclusive, in query rows 0..Sq; with
-    start >= end they are empty, and two may overlap. The layout is PaddlePaddle's `startend_row_indices`.
+    Row i is a query, column j a key. Intervals [start, end) of query rows 0..Sq are empty if start >= end, and two may
+    overlap. The layout is PaddlePaddle's `startend_row_indices`.
 
     | causal | n | last axis          | hidden rows of column j     |
     |--------|---|--------------------|-----------------------------|
@@ -54,7 +54,7 @@ class FlashMask:
     | False  | 2 | LTS, UTE           | [LTS, Sq) and [0, UTE)      |
     | False  | 4 | LTS, LTE, UTS, UTE | [LTS, LTE) and [UTS, UTE)   |
 
-    `causal=True` also hides the pairs with i + (Skv - Sq) < j: bottom-right aligned, as FlashAttention >= 2.1.
+    `causal=True` also hides pairs with i + (Skv - Sq) < j: bottom-right aligned, as FlashAttention >= 2.1.
 
     Args:
         indices: int32 tensor [B, Hm, Skv, n]; Hm is 1, Hkv or Hq.

@@ -79,8 +79,7 @@ def build_plan(indices: Tensor, causal: bool, q_len: int, *, skip: bool = True) 
         indices: int32 [B, Hm, Skv, n] as in `FlashMask`.
         causal: as in `FlashMask`.
         q_len: number of query rows.
-        skip: False lists hidden tiles as partial tiles, which changes no bit (paper, section 4.4) where the kernels'
-            tiles do not depend on the lists.
+        skip: False lists hidden tiles as partial tiles, which changes no bit (paper, section 4.4).
     """
     tiles = classify_tiles(indices, causal, q_len, (ROWS, plan_columns(indices.shape[2])))
     if not skip:

@@ -134,7 +134,7 @@ def no_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 def is_split_by_torch(module: torch.nn.Module | None = None) -> bool:
     """Return whether torch's context parallelism replaced attention, or accelerate's wrapped a layer's attention.
 
-    It exchanges the keys of `scaled_dot_product_attention` alone, and accelerate drops the masks of layers by hooks.
+    Torch exchanges keys of `scaled_dot_product_attention` alone, and accelerate drops masks by hooks of layers.
     """
     sdpa = torch.nn.functional.scaled_dot_product_attention
     if isinstance(sdpa, FunctionType) and sdpa.__module__.startswith("torch.distributed."):

@@ -44,7 +44,7 @@ Results: TypeAlias = tuple[Tensor, Tensor]
 """Output and log-sum-exp of a call."""
 
 Keeper: TypeAlias = Callable[[Tensor, Callable[[], Results]], Results]
-"""Function of a call's queries and of the function that computes the call; it returns the call's results."""
+"""Function of a call's queries and of the function that computes its results; it returns them."""
 
 current_keeper: contextvars.ContextVar[Keeper | None] = contextvars.ContextVar("current_keeper", default=None)
 """The keeper of the checkpointed layer that runs or is recomputed, or None (`long_rows.checkpointing` sets it)."""

@@ -3,7 +3,7 @@
 A model call passes through the modules in this order:
 
     patches         makes one `Call` of the arguments (`call`, with its `documents`), and runs:
-      rewrites        changes of arguments: packed rows, axes and numbers of positions, boundaries for recurrent kernels
+      rewrites        changes of arguments
       checks/         checks that raise, before the call or after it; `rules` selects what can apply
     mask_hook       transformers asks once per kind of layers: a mask function, joined with the call's documents or
                     mask indices, as marked integer rows
@@ -11,11 +11,8 @@ A model call passes through the modules in this order:
       merge, windows  join mask indices with padding, and with windows measured by position
     attention       the function that every layer calls; `keywords` checks its keywords, `ranks` runs it on shards
       layer_mask      reads marked rows, and keeps masks for later layers
-      late            makes the mask of a layer whose mask the hook did not merge
+      late            makes the mask of a layer whose mask the hook did not merge, as in static caches, modules called
+                      by hand, engines that drop masks, image and audio encoders, and context parallelism
 
-Late are static caches of `generate`, a backbone's `forward` called by hand, engines that drop masks, image and audio
-encoders that ask for none, context parallelism, mask indices beside chunks or a function that is not read, and
-`cu_seq_lens_q` that the hook cannot join.
-
-`patches` adapts transformers, `families` and `models` describe its models, and `packed/` serves trainers.
+`families` and `models` describe models of transformers, and `packed/` serves trainers.
 """

@@ -36,8 +36,7 @@ def late_mask(
     check_form(vectors, causal, getattr(module, "config", None))
     if not causal and attention_mask is None and hasattr(module, "config"):  # of a model that asked for no mask
         raise NotImplementedError(
-            f"{VECTORS} reached a layer that is not causal and has no mask of the model's, as in an image tower, "
-            "whose patches they do not describe; keep it from this backend, for example with "
+            f"{VECTORS} reached a layer that is not causal and has no mask, as in an image tower; load with "
             "attn_implementation={'text_config': 'flashmask', 'vision_config': 'sdpa'}"
         )
     if vectors.shape[1] > 1:
@@ -48,9 +47,8 @@ def late_mask(
     if vectors.shape[2] != kv_len or q_len != kv_len:
         raise ValueError(
             f"{VECTORS} describe a whole row of {vectors.shape[2]} tokens, but this layer has {q_len} queries and "
-            f"{kv_len} keys; pass one column per token of input_ids and use_cache=False, leave them out of generate, "
-            "use no prompt learning (virtual tokens) with packed rows, and run parts of rows, forward and backward, in "
-            "the context of flashmask_hf.parallel.sequence_parallel"
+            f"{kv_len} keys; pass use_cache=False, none to generate, no prompt learning (virtual tokens), and shards "
+            "in the context of flashmask_hf.parallel.sequence_parallel"
         )
     return supplied_mask(vectors, attention_mask, causal, _window_of(module, kwargs), position_ids)
 
@@ -60,8 +58,7 @@ def _own_mask(module: nn.Module, query: Tensor, mask: FlashMask, kwargs: dict[st
     for name in (VECTORS, "sliding_window"):
         if kwargs.get(name) is not None:
             raise NotImplementedError(
-                f"{name} on a layer whose attention_mask is a FlashMask would be ignored; build the mask with it, and "
-                f"set {name} to None"
+                f"{name} on a layer whose attention_mask is a FlashMask would be ignored; pass None"
             )
     if mask.indices.shape[1] > 1:
         refuse_shard_of_heads(module, query.shape[1])

@@ -130,8 +130,7 @@ def mask_hook(
         if torch.compiler.is_compiling():
             raise NotImplementedError(
                 f"attn_implementation='{implementation}' does not know the mask function {_full_name(mask_function)} "
-                f"while compiling; use attn_implementation='sdpa' for this model, or pass {VECTORS} and "
-                "attention_mask=None if the model allows it"
+                f"while compiling; use attn_implementation='sdpa' for this model, or pass {VECTORS} alone"
             )
         is_custom = bool(kwargs.get("use_vmap"))  # a function of the caller's own
         columns = _evaluate(mask_function, context, q_length, q_offset, is_custom, implementation)

@@ -254,9 +254,9 @@ class _Chunk(_Symbol):
 
 @dataclass(eq=False)
 class _Block(_Symbol):
-    """The id of a token's block, of `ids` int [B, S], or a condition on it.
+    """The id of a token's block, of `ids` int [B, S], or a condition on it, `of`.
 
-    `of` is "q" or "k", "equal" at query and key, "numbered" (0 or more), or both, "blocks".
+    This is "q" or "k", "equal" at query and key, "numbered" (0 or more), or both, "blocks".
     """
 
     of: str

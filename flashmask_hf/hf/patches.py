@@ -238,7 +238,7 @@ def check_calls(model_class: Any) -> None:
 def run_call(original: Callable[..., Any], model: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Rewrite and check a model call, run it by the model's unbound `__call__`, and check it again.
 
-    Calls with another attention than this package's and without mask indices run as they are.
+    Calls without this package's attention and mask indices run as they are.
 
     Raises:
         Exception: an error of `CHECKS`; or what the model raises.

@@ -106,15 +106,15 @@ def hash_sparse_attention(
         softcap: see `scale`.
         sinks: see `scale`.
         deterministic: see `scale`.
-        n_buckets: number of buckets, all in 0..n_buckets - 1: a GPU sorts up to 256 faster. None allows any integers.
+        n_buckets: all buckets are in 0..n_buckets - 1: a GPU sorts up to 256 faster. None allows any integers.
 
     Returns:
         out, as from `qk_sparse_attention`.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
-        ValueError: shapes or devices do not fit, `mask` has another form, or a bucket lies outside 0..n_buckets - 1 (on
-            a GPU a device-side assertion stops the program).
+        ValueError: shapes or devices do not fit, `mask` has another form, or a bucket lies outside 0..n_buckets - 1 (a
+            device-side assertion on a GPU).
 
     Example:
         >>> import torch

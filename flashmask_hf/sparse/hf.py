@@ -199,8 +199,7 @@ def _sortable_mask(name: str, layer: LayerMask) -> FlashMask:
     if layer.keys is not None or not mask.causal or mask.indices.shape[-1] != 1:
         kind = "causal" if mask.causal else "not causal"
         raise NotImplementedError(
-            f"attn_implementation='{name}' takes causal masks with n = 1 bound, but this layer's is {kind} and has "
-            f"n = {mask.indices.shape[-1]}; use attn_implementation='flashmask' (a static cache makes such masks, as "
-            "do trees deeper than a sliding window)"
+            f"'{name}' takes causal masks with n = 1 bound, got {kind}, n = {mask.indices.shape[-1]}; use 'flashmask' "
+            "(a static cache makes such masks, as do trees deeper than a sliding window)"
         )
     return mask

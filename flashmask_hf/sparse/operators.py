@@ -31,8 +31,7 @@ def nearest(x: Tensor, directions: Tensor) -> Tensor:
         directions: [Hd, D, n], rounded to x's dtype; head h has directions[h // (H // Hd)].
 
     Returns:
-        [B, H, S] in 0..2 * n - 1, uint8 if that suffices, or int32. The upper n are opposites. Ties take the lowest
-        number, vectors with NaN any number.
+        [B, H, S] in 0..2 * n - 1, uint8 if that suffices, or int32. The upper n are opposites.
     """
     dtype = _bucket_dtype(directions)
     if torch_internals.runs_kernels(x.device) and x.dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -78,7 +77,7 @@ def sort_sparse(
         indices int32 [B, Hq, Skv, 2], q_order int32 [B, Hq, Sq], k_order int32 [B, Hkv, Skv].
 
     Raises:
-        ValueError: a bucket lies outside 0..n_buckets - 1, or `hidden_from` outside 0..Sq; on a GPU a device assertion.
+        ValueError: a bucket lies outside 0..n_buckets - 1, or `hidden_from` outside 0..Sq; a device assertion on a GPU.
     """
     counted = 0 < n_buckets <= _COUNTED and torch_internals.runs_kernels(q_bucket.device)
     asserted = counted and q_bucket.is_cuda  # by the kernels themselves

@@ -1,7 +1,4 @@
-"""Checks of calls whose mask indices, or packed rows, the model would ignore.
-
-Other attention implementations ignore unknown keywords, and run this package's batches under another mask.
-"""
+"""Checks of calls whose mask indices, or packed rows, the model would ignore, as other attention does."""
 
 from __future__ import annotations
 

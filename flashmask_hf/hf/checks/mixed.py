@@ -1,7 +1,7 @@
 """Checks of model parts that treat a packed row as one document, and of unread boundaries.
 
-PEFT's activated LoRA, the scales of Llama 4, ESM's token dropout and heads that predict once per row look at
-the whole row. `seq_idx` and numbers in a 2D mask mark documents that attention does not read.
+PEFT's activated LoRA, the scales of Llama 4, ESM's token dropout and heads that predict once per row look at the whole
+row.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Packed rows in recurrent models: boundaries for their kernels, or an error.
-
-Linear attention, state spaces and convolutions mix the documents of a packed row unless their kernels read boundaries.
-"""
+"""Packed rows in models with linear attention, state spaces or convolutions: boundaries for kernels, or an error."""
 
 from __future__ import annotations
 

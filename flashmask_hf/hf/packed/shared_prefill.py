@@ -35,9 +35,8 @@ def shared_prefill(model: Any) -> Iterator[None]:
             model.generate(**batch, do_sample=True)
 
     The prefill stays as it is without a cache, or with a static, quantized, offloaded or filled one; in
-    encoder-decoders, models without attention and RecurrentGemma; with images or other inputs of a row, or prompts
-    given as embeddings; in compiled forwards; with activated LoRA; and in models that draw random numbers (dropout in
-    training mode). Of prompts in chunks, the first chunk is shared.
+    encoder-decoders, models without attention and RecurrentGemma; with images, other inputs of a row or embeddings; in
+    compiled forwards; with activated LoRA; and with dropout in training. Of prompts in chunks, the first is shared.
 
     Args:
         model: a transformers model with `generate`, or a PEFT model around one, which may be wrapped for distributed

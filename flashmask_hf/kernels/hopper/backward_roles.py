@@ -606,8 +606,7 @@ def store_gradients(WARP: gl.constexpr, args, FORM: gl.constexpr):
     Two store warps alternate between row tiles, and each stores one of two parts of the keys. If values have fewer
     stages than keys, store warps load the values.
 
-    With DQ_ORDER, a warp counts the key tile in the other warp's turn, after both have read the slots of that turn, so
-    that the next rows load meanwhile.
+    With DQ_ORDER, a warp counts the key tile in the other warp's turn, while the next rows load.
     """
     STORE_WARPS: gl.constexpr = FORM.STORE_WARPS
     KEY_PARTS: gl.constexpr = FORM.KEY_PARTS
@@ -801,10 +800,7 @@ def stage_gradient(
     gradient, high, scale, tile, rows, kv_plane, column, args,
     HIGH: gl.constexpr, HEAD_DIM: gl.constexpr, FORM: gl.constexpr,
 ):  # fmt: skip
-    """Put a scaled gradient of 64 keys in the place of the keys or values: its first dims, and if HIGH, as many more.
-
-    With SCATTER, store it from there to the rows that `k_order` names.
-    """
+    """Put a scaled gradient of 64 keys in the place of keys or values: its first dims, and if HIGH, as many more."""
     _tensors, _scalars, shared, _barriers = args
     LOW: gl.constexpr = gradient.shape[1]
     tile = tile.reshape([64, tile.shape[3]])
@@ -817,10 +813,7 @@ def stage_gradient(
 
 @gluon.jit
 def _scatter_rows(tile, rows, head_dim: gl.constexpr, kv_plane, column, args):
-    """Store a tile [64, COLUMNS] of gradients from shared memory to the rows that `k_order` names.
-
-    `rows` is the gradient [B, Skv, Hkv, head_dim], `column` the first key of the tile.
-    """
+    """Store a tile [64, COLUMNS] of gradients to the rows, of [B, Skv, Hkv, head_dim], that `k_order` names."""
     tensors, scalars, _shared, _barriers = args
     COLUMNS: gl.constexpr = tile.shape[1]
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])

@@ -72,7 +72,7 @@ def may_walk_upwards(heads: int, kv_heads: int) -> bool:
 def prepare_dq_order(problem: Problem, block_m: int, block_n: int, programs: int) -> Callable[[Tensor], DqOrder]:
     """Prepare the order for calls of one problem, as a function of contiguous indices: three launches.
 
-    Tiles of the kernel have `block_m` query rows and `block_n` keys; `programs` run at a time.
+    Tiles of the kernel have `block_m` query rows and `block_n` keys.
     """
     batch, heads, q_len, _ = problem.q.shape
     kv_heads, kv_len = problem.k.shape[1:3]
@@ -122,8 +122,7 @@ def prepare_dq_order(problem: Problem, block_m: int, block_n: int, programs: int
 def _read_walks(segments, tiles, n_rows, n_columns, members, upward):
     """Return (leads, row tiles walked, row tiles skipped between them) of key tiles, summed over a group of masks.
 
-    `segments` are [n_columns, SEGMENTS, 2] of the group's first mask. Sums are 0 for `tiles` from `n_columns` on. A
-    head has `n_rows` row tiles.
+    `segments` are [n_columns, SEGMENTS, 2] of the group's first mask. Sums are 0 for `tiles` from `n_columns` on.
     """
     inside = tiles < n_columns
     leads = tl.zeros_like(tiles)
@@ -290,10 +289,7 @@ def _choose_schedule(
     GROUPED: tl.constexpr, UPWARD: tl.constexpr, CAUSAL: tl.constexpr, ONE_MASK: tl.constexpr, BLOCK_M: tl.constexpr,
     BAND_ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Choose the schedule, which the first program stores; return 1 for walks upwards, else 0.
-
-    If n heads alternate, key tiles of a head begin n / programs of their mean number of row tiles apart.
-    """
+    """Choose the schedule, which the first program stores; return 1 for walks upwards, else 0."""
     row_tiles, skip, key_tiles, level, near = _add_sums(sums, n_sums, CAUSAL, ONE_MASK, LANES)
     up = False
     if UPWARD:

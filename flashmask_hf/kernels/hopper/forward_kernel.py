@@ -240,7 +240,7 @@ def _load_queries(batch, head, row, item, args, FORM: gl.constexpr):
 def _produce(args, FORM: gl.constexpr):
     """Producer: schedule work items, and load their queries, keys and values in the order of the plan's lists.
 
-    Neighbouring work items share a head's keys. The last rows go first: under a causal mask they see most keys.
+    The last rows go first: under a causal mask they see most keys.
     """
     tensors, scalars, shared, barriers = args
     SUBTILES: gl.constexpr = FORM.SUBTILES
@@ -464,8 +464,8 @@ def _step(
 ):  # fmt: skip
     """Compute scores and softmax of key tile `step`, while the weights of the tile before multiply their values.
 
-    Steps count over all work items of the program. A work item's first tile, `begin`, multiplies weights of 0 with its
-    own values and keeps these values for the next step.
+    Steps count over all work items. A work item's first tile, `begin`, multiplies weights of 0 with its own values, and
+    keeps these for the next step.
     """
     _tensors, scalars, shared, barriers = args
     STAGES: gl.constexpr = FORM.STAGES

@@ -102,8 +102,7 @@ try:
     def keep_marked(x, words, _semantic: Any = None):
         """Return float32 `x`, a product of one warpgroup, where its bit of int32 `words` is set, else 0.
 
-        Both are [M, N / 8, 4, 2], reshaped from [M, N]. A thread holds two rows, in alternating pairs of elements, and
-        a word per row whose bits are these elements in order.
+        Both are [M, N / 8, 4, 2]. A thread holds two rows, in alternating pairs of elements, and a word per row.
         """
         shape = x.type.shape
         count = shape[0] * shape[1] * 8 // 128
@@ -136,7 +135,7 @@ try:
     def wait_for_count(counter, count, _semantic: Any = None):
         """Wait until the int32 at `counter` is at least `count`, with acquire semantics.
 
-        The thread sleeps between polls: many polls at once would delay the thread that counts.
+        The thread sleeps between polls, which would delay the thread that counts.
         """
         text = (
             "{ .reg .pred p; .reg .s32 v; LOOK: ld.acquire.gpu.global.s32 v, [$1]; setp.ge.s32 p, v, $2; "

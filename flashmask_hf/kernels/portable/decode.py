@@ -48,8 +48,7 @@ def _classify_blocks(
 ):  # fmt: skip
     """Classify BLOCKS blocks of keys, every `n_splits`-th from `block` on, for `n_masks` neighbouring mask heads.
 
-    Returns:
-        int32 [BLOCKS]: 0 for blocks hidden from all rows, 1 for others, 2 if a bound is outside 0..q_len.
+    Returns int32 [BLOCKS]: 0 for blocks hidden from all rows, 1 for others, 2 if a bound is outside 0..q_len.
     """
     blocks = block + tl.arange(0, BLOCKS) * n_splits
     columns = blocks[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]  # [BLOCKS, BN]

@@ -99,7 +99,7 @@ def load_intervals(indices, columns, inside, CAUSAL: tl.constexpr, N: tl.constex
     """Load the `Intervals` of the keys `columns`, each bound shaped like them.
 
     `indices` points to the mask indices [Skv, N] of one mask head. Bounds that the form lacks hide no row. Keys outside
-    `inside` are hidden from all rows; None means that all exist, as in padded indices.
+    `inside`, None if all exist, are hidden from all rows.
     """
     END: tl.constexpr = end_bound(N, CAUSAL)
     OTHER_START: tl.constexpr = other_start_bound(N, CAUSAL)

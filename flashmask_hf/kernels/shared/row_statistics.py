@@ -1,10 +1,6 @@
 """Row statistics of the backward kernels: log-sum-exp and delta of every query row.
 
-Delta is subtracted from the gradients of a row's weights: the row sum of dout * out (FlashAttention-2, algorithm 2,
-line 4) less the gradient of the log-sum-exp.
-
-    dout, out [, dlse]  -> _row_delta      -> delta; on request padded lse, zeroed sums and counter, clean dout
-    lse, delta          -> _row_statistics -> padded lse, padded delta
+Delta is the row sum of dout * out (FlashAttention-2, algorithm 2, line 4) less the gradient of the log-sum-exp.
 """
 
 from __future__ import annotations
@@ -31,13 +27,13 @@ def _row_delta(
 
     Tensors:
         dout, out: gradient of the output, and the output, [B, Hq, Sq, Dv].
-        dlse: gradient of the log-sum-exp, [B, Hq, Sq], or None; ignored in rows that see nothing.
+        dlse: gradient of the log-sum-exp, [B, Hq, Sq]; ignored in rows that see nothing.
         delta: written, [B * Hq, padded_len], 0 in rows past the end.
         lse: [B, Hq, Sq]; None if dlse, padded_lse and clean are.
-        padded_lse: written as in `_row_statistics`, or None.
-        sums: zeroed, SUMS numbers (a multiple of 64) per row of the n_tiles * BLOCK_M of every head; or None.
-        counter: one number, zeroed; or None.
-        clean: written, a copy of dout with 0 in rows that see nothing; or None.
+        padded_lse: written as in `_row_statistics`.
+        sums: zeroed, SUMS numbers (a multiple of 64) per row of the n_tiles * BLOCK_M of every head.
+        counter: one number, zeroed.
+        clean: written, a copy of dout with 0 in rows that see nothing.
     """
     tile = tl.program_id(0) % n_tiles
     plane = tl.program_id(0) // n_tiles

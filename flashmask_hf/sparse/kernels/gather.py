@@ -23,7 +23,7 @@ def _load_positions(order, kept, heads, rows, n_blocks, KEPT: tl.constexpr, BLOC
     Returns:
         batch, head, plane: which order, int64.
         position, row: positions [BLOCK_S] in the order, and their rows, int64.
-        inside, is_kept: which positions exist, and which are among the first `kept` positions.
+        inside, is_kept: which positions exist, and which are among the first `kept`.
     """
     head = (tl.program_id(0) % heads).to(tl.int64)
     block = tl.program_id(0) // heads % n_blocks

@@ -1,7 +1,6 @@
 """A stable counting sort of queries and keys by bucket, and the mask indices of the sorted keys.
 
-A plane is one head of one entry of the batch; a side is the queries or the keys. A program takes one block of rows of
-one plane; one launch takes both sides.
+A plane is one head of one entry of the batch; a side is the queries or the keys. A program takes a block of rows.
 
     _count_buckets:   rows of each bucket in each block         -> counts, ordered by (side, plane, bucket, block)
     torch.cumsum:     counts                                    -> starts: where each block's rows of a bucket begin
@@ -27,7 +26,7 @@ def _load_block(bucket, program, rows, n_buckets, BLOCK: tl.constexpr, BUCKETS: 
     """Load the buckets of a block of rows of one side.
 
     Returns:
-        in_bucket: int32 [BLOCK, BUCKETS], 1 at the bucket of each row; all 0 for rows past the end or in no bucket.
+        in_bucket: int32 [BLOCK, BUCKETS], 1 at the bucket of each row, if it exists.
         row, plane: the rows [BLOCK] and their plane.
         first, index: start of the plane's counts among the side's, and of the block's counts [BUCKETS].
     """
