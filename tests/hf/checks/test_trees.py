@@ -8,6 +8,7 @@ from tools.calls import run_check
 from tools.model_pairs import NoSynchronization, attend, model_pair, tokens
 
 from flashmask_hf import FlashMask, masks
+from flashmask_hf.hf.checks import trees
 from flashmask_hf.hf.checks.trees import check_tree_positions
 
 SHARED = masks.share_question([(3, [2, 4])])
@@ -176,6 +177,14 @@ def test_labels_of_a_branch_are_refused():
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     shifted = torch.nn.functional.pad(IDS[:, 1:], (0, 1), value=-100)  # labels that are where they are predicted
     model(**CALL, labels=IDS, shift_labels=shifted)
+
+
+def test_first_tokens_are_found_once_per_call(monkeypatch):
+    """By the check of labels, for it and for both kinds of layers."""
+    found, find = [], trees._find_first_tokens
+    monkeypatch.setattr(trees, "_find_first_tokens", lambda ends: found.append(1) or find(ends))
+    model_pair("gemma2")[0](**CALL | {"startend_row_indices": SHARED.indices.clone()}, labels=LABELS)
+    assert len(found) == 1
 
 
 def test_a_loss_that_does_not_shift_its_labels_takes_those_of_first_tokens():
