@@ -72,6 +72,8 @@ def test_positions_that_are_no_depths(positions):
     assert refuses(SHARED, torch.stack([DEPTHS[0], positions]))
     assert refuses(SHARED, torch.stack([positions] * 3)[:, None])
     assert not refuses(SHARED.bidirectional(), positions[None])
+    closed = torch.cat([SHARED.indices, torch.full_like(SHARED.indices, 9)], -1)  # LTS, LTE; or LTS, UTE, all hidden
+    assert [refuses(FlashMask(closed, causal), positions[None]) for causal in (True, False)] == [True, False]
 
 
 @pytest.mark.parametrize(
