@@ -103,12 +103,7 @@ def _numbers_fit_positions(call: Call) -> Verdict | None:
     )
 
 
-@rule(
-    CHECKS,
-    "activated LoRA on rows of several documents",
-    ours=True,
-    where=lambda call: call.has_activated_lora,
-)
+@rule(CHECKS, "activated LoRA on rows of several documents", ours=True, where=lambda call: call.has_activated_lora)
 def _has_one_adapter(call: Call) -> Verdict:
     return has_one_document(call), (
         "PEFT looks for alora_invocation_tokens once per row, so only one of several packed documents would have the "
