@@ -47,8 +47,8 @@ def late_mask(
     if vectors.shape[2] != kv_len or q_len != kv_len:
         raise ValueError(
             f"{VECTORS} describe a whole row of {vectors.shape[2]} tokens, but this layer has {q_len} queries and "
-            f"{kv_len} keys; pass use_cache=False, none to generate, no prompt learning (virtual tokens), and shards "
-            "in the context of flashmask_hf.parallel.sequence_parallel"
+            f"{kv_len} keys; pass one column per token, use_cache=False, none to generate, no prompt learning (virtual "
+            "tokens), and shards in the context of flashmask_hf.parallel.sequence_parallel"
         )
     return supplied_mask(vectors, attention_mask, causal, _window_of(module, kwargs), position_ids)
 
