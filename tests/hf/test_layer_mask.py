@@ -77,11 +77,7 @@ VECTORS = masks.causal_document([2, 4]).indices
         (VECTORS.long(), TypeError, r"got torch.int64; pass mask.indices"),
         (VECTORS[0], ValueError, r"shape \[B, 1, S, n\] with n = 1, 2 or 4, got \[1, 6, 1\]"),
         (VECTORS.expand(1, 1, 6, 3), ValueError, r"n = 1, 2 or 4, got \[1, 1, 6, 3\]"),
-        (
-            VECTORS[:, :, :5],
-            ValueError,
-            r"5 tokens, but this layer has 6 queries and 6 keys; pass one column per token",
-        ),
+        (VECTORS[:, :, :5], ValueError, r"5 tokens, but this layer has 6 queries and 6 keys; pass one column per tok"),
         (VECTORS.expand(3, 1, 6, 1), ValueError, r"has batch 3; it must be 1 or q's batch 2"),
         (VECTORS.expand(2, 3, 6, 1), ValueError, r"has 3 heads; it must have 1, Hkv = 2 or Hq = 4"),
         (VECTORS.to("meta"), ValueError, r"is on meta, but the layer runs on cpu; move it"),

@@ -402,9 +402,9 @@ def test_documents_do_not_see_each_other(cached):
 def test_masks_that_cannot_be_sorted_are_refused(name):
     hidden = FlashMask(torch.tensor([[9, 12]], dtype=torch.int32).expand(1, 1, LENGTH, 2).contiguous(), causal=True)
     model = model_with(name).train()
-    with pytest.raises(NotImplementedError, match=f"'{name}' takes causal masks.*this layer's is causal and has n = 2"):
+    with pytest.raises(NotImplementedError, match=f"'{name}' takes causal masks.*got causal, n = 2"):
         model(tokens(), startend_row_indices=hidden.indices)
-    with pytest.raises(NotImplementedError, match=r"not causal and has n = 4; use attn_implementation='flashmask'"):
+    with pytest.raises(NotImplementedError, match=r"got not causal, n = 4; use 'flashmask'"):
         model(tokens(), startend_row_indices=masks.global_sliding_window(LENGTH, 2, 4).indices)
 
 
