@@ -46,7 +46,7 @@ FEW_LENGTHS = [(63, 63), (63, 257)]  # for the interpreter, and 16 bits on the C
     [
         *covering(2, FAMILIES, lanes(CPU[:1], (), GPU), LENGTHS),
         *(
-            pytest.param(*x.values, marks=x.marks or [pytest.mark.full] * (n % 6 > 0), id=x.id)
+            pytest.param(*x.values, marks=x.marks or [pytest.mark.full] * (n % 24 > 0), id=x.id)
             for n, x in enumerate(LONG)
         ),
         *covering(1, EACH_FAMILY, lanes((), INTERPRETER, ()), FEW_LENGTHS),

@@ -45,6 +45,7 @@ def start(command, folder="."):
     )
 
 
+@pytest.mark.full
 def test_a_script_runs_as_python_runs_it(program):
     """Its name, arguments, neighbours and exit code are those of `python program.py`."""
     done = start(["-m", "flashmask_hf", "run", program, "--flag", "-m", "run"], folder="/")

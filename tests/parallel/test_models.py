@@ -23,9 +23,16 @@ COMPARED = [
 ]
 
 
-FULL = {"compiled"} | {
+FULL = {"compiled", "chunks of heads-4"} | {
     f"{name}-4"
-    for name in ("documents", "exchange of heads", "exchange of keys", "every path of trees", "checkpointing")
+    for name in (
+        "documents",
+        "exchange of heads",
+        "exchange of keys",
+        "every path of trees",
+        "tensor parallel",
+        "checkpointing",
+    )
 }
 
 
@@ -48,10 +55,10 @@ def test_whole_rows_and_generation_run_in_the_context_as_without(found, size):
     assert result(found, size, "whole rows")["equal"]
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_chunks_of_heads_change_no_bit(found, size):
+@pytest.mark.parametrize(("size", "name"), each_case([(size, "chunks of heads") for size in SIZES], FULL))
+def test_chunks_of_heads_change_no_bit(found, size, name):
     """But for gradients of sinks, which are sums over a chunk's heads at a time."""
-    assert [name for name in result(found, size, "chunks of heads")["changed"] if "sinks" not in name] == []
+    assert [name for name in result(found, size, name)["changed"] if "sinks" not in name] == []
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -11,6 +11,7 @@ import transformers
 from datasets import Dataset, IterableDataset, load_from_disk
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from tools import model_zoo
+from tools.support import covering
 from tools.tiny import (
     CHECKPOINTING,
     EXACT,
@@ -112,14 +113,14 @@ MODES = {
 }
 
 
-@pytest.fixture(scope="module", params=MODES, ids=str)
+@pytest.fixture(scope="module")
 def pair(request, model_path, tokenizer, tmp_path_factory):
     out = tmp_path_factory.mktemp("out")
     options = MODES[request.param]
     return [make(c, model_path, tokenizer, out, **options) for c in (SharedQuestionDPOTrainer, DPOTrainer)]
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(("pair", "loss"), covering(1, MODES, LOSSES), indirect=["pair"])
 def test_every_loss_equals_stock_trl(pair, loss):
     for trainer in pair:
         trainer.loss_types, trainer.loss_weights = [loss], [1.0]

@@ -22,6 +22,7 @@ from tools.rewards import (
     settings,
     without,
 )
+from tools.support import covering
 from tools.tiny import (
     CHECKPOINTING,
     TRAINER_WARNINGS,
@@ -62,9 +63,10 @@ FORMS = {
 OPTIONS = {"none": {}, "margin": {}, "centering": {"center_rewards_coefficient": 0.3}}
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+LORA = [pytest.param(False, id="full"), pytest.param(True, id="lora")]
+
+
+@pytest.mark.parametrize(("lora", "option", "form"), covering(2, LORA, OPTIONS, FORMS))
 def test_two_answers_equal_stock_trl(lora, option, form, model_path, tokenizer, tmp_path):
     data = [FORMS[form](row) for row in margin_rows()]
     if option != "margin":
@@ -215,7 +217,7 @@ def test_packing_several_questions_equals_separate_batches(options, model_path, 
     assert_same_gradients(gradients, gradients_of(trainer.model))
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("lora", LORA)
 def test_training_follows_stock_trl(lora, model_path, tokenizer, tmp_path):
     held_out = preference_rows(6, seed=3)
     options = {"max_steps": 8, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}

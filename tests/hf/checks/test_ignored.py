@@ -36,7 +36,7 @@ EXAMPLES = [{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}, {"input_ids": [10, 
 
 
 def llama(attention):
-    model, _ = model_pair("llama")
+    model, _ = model_pair("llama", num_hidden_layers=1)
     model.set_attn_implementation(attention)
     return model
 

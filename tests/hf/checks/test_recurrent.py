@@ -265,7 +265,9 @@ def test_kernels_that_keep_documents_apart_get_the_boundaries(family, monkeypatc
 
 
 @pytest.mark.usefixtures("no_compiled_code")
-@pytest.mark.parametrize(("family", "fullgraph"), [("lfm2", True), ("qwen3_5_text", False)])
+@pytest.mark.parametrize(
+    ("family", "fullgraph"), [("lfm2", True), pytest.param("qwen3_5_text", False, marks=pytest.mark.full)]
+)
 def test_boundaries_are_the_same_compiled(family, fullgraph, monkeypatch):
     """The number of documents is a shape, at which a graph breaks; only the delta rule needs it."""
     monkeypatch.setattr(families, "_can_import", lambda _: True)

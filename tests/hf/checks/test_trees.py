@@ -29,16 +29,16 @@ def refuses(mask, position_ids):
     return False
 
 
-@pytest.mark.parametrize(
-    ("model_name", "compiled"), [("llama", False), ("mistral", False), ("gpt_oss", False), ("llama", True)]
-)
-def test_shared_question_without_positions_is_refused(model_name, compiled, no_compiled_code):
+MISSING = "a shared question, but position_ids are missing; pass depths"
+
+
+@pytest.mark.parametrize("model_name", ["llama", "mistral", "gpt_oss"])
+def test_shared_question_without_positions_is_refused(model_name):
     model, _ = model_pair(model_name, num_hidden_layers=1)
-    run = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
     given = dict(input_ids=tokens(1, 9), startend_row_indices=SHARED.indices, use_cache=False)
-    run(**given, position_ids=DEPTHS)
-    with pytest.raises(RuntimeError, match=r"a shared question, but position_ids are missing; pass depths"):
-        run(**given)
+    model(**given, position_ids=DEPTHS)
+    with pytest.raises(RuntimeError, match=MISSING):
+        model(**given)
 
 
 def test_a_layer_without_positions_is_refused():
@@ -272,12 +272,15 @@ def test_trees_with_another_attention_are_refused(implementation):
     model(**CALL | dict(startend_row_indices=masks.causal_document([9]).indices), labels=LABELS)
 
 
-def test_loss_of_a_compiled_model(no_compiled_code):
+def test_a_compiled_model(no_compiled_code):
+    """Its loss, and calls that it refuses."""
     model, _ = model_pair("llama", num_hidden_layers=1)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(**CALL, labels=LABELS).loss, model(**CALL, labels=LABELS).loss)
     with pytest.raises(RuntimeError, match="labels name the first token of a branch"):
         compiled(**CALL, labels=IDS)
+    with pytest.raises(RuntimeError, match=MISSING):
+        compiled(**{name: x for name, x in CALL.items() if name != "position_ids"})
 
 
 def test_overlapping_keys_are_no_tree():
