@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 from transformers import PreTrainedModel
@@ -84,13 +85,11 @@ class PackedDiffusionTrainer(PackedSFTTrainer):
             self._rows_per_token = data_collator.copies + 1
 
     def _get_dataloader(self, *args: Any, is_training: bool = False, **kwargs: Any) -> Any:
-        training = self.data_collator
-        if not is_training and training.seed is None:
-            self.data_collator = replace(training, seed=self.args.seed)
-        try:
+        collator = self.data_collator
+        if not is_training and collator.seed is None:
+            collator = replace(collator, seed=self.args.seed)
+        with mock.patch.object(self, "data_collator", collator):
             return super()._get_dataloader(*args, is_training=is_training, **kwargs)
-        finally:
-            self.data_collator = training
 
     def _label_counts(self, inputs: dict[str, Any]) -> Any:
         return tuple(label_count({"shift_labels": inputs[name]}) for name in ("labels", DIFFUSION_LABELS))

@@ -6,6 +6,7 @@ import copy
 import functools
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 from datasets import Dataset, IterableDataset
 from datasets.fingerprint import Hasher
@@ -221,16 +222,12 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, PairWeightsMixin, 
         if self._cp_size == 1:
             return super()._compute_loss(model, inputs, return_outputs)
         refuse(return_outputs, "predictions would be of shards of rows; predict with cp_size=1")
-        precomputed = self.precompute_ref_logps
-        if not precomputed:  # TRL would call the reference on whole rows
+        if not self.precompute_ref_logps:  # TRL would call the reference on whole rows
             reference = self.model if self.ref_model is None else self.ref_model
             chosen, rejected = self.compute_ref_log_probs(reference, inputs)
             inputs = inputs | {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
-        self.precompute_ref_logps = True
-        try:
+        with mock.patch.object(self, "precompute_ref_logps", True):
             return super()._compute_loss(self._on_shards(model), inputs, return_outputs)
-        finally:
-            self.precompute_ref_logps = precomputed
 
 
 def _check_parts(args: Any, *, images: bool, compute_metrics: Any) -> int:

@@ -20,8 +20,8 @@ class EvenBatchesMixin:
     """Mixin of a trainer that takes the same number of batches on every rank.
 
     Each rank reads its own shards of a stream if they divide evenly, otherwise every n-th row. Epochs and evaluations
-    end with the rank that has the fewest rows. They drop batches that do not fill a training step, whose gradients
-    Trainer would add to the next epoch's. With an `_idle_batch`, all rows are evaluated.
+    end with the rank with the fewest rows, without batches that do not fill a training step: Trainer would add their
+    gradients to the next epoch's. With an `_idle_batch`, all rows are evaluated.
     """
 
     _ended: Any = None  # the iterator of a stream's epoch that has ended

@@ -121,14 +121,10 @@ class VisionPreferences:
         self._collate = DataCollatorForVisionPreference(_OncePerPrompt(processor))
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-        """Return tokens, token types and sizes of images of raw examples, and all their pixels.
+        """Return tokens, token types and sizes of images of raw examples, and keys of all their pixels.
 
-        Args:
-            examples: `prompt`, `chosen`, `rejected`, and `images` or `image`, which may be empty or missing.
-
-        Returns:
-            For each example `prompt_ids`, `chosen_ids`, `rejected_ids` and its prompt's `TOKEN_TYPES`, int64 [n] each,
-            and `sizes`, a dict of tensors [images, ...]; and keys of pixels.
+        Examples have `prompt`, `chosen`, `rejected` and, optionally, `images` or `image`. Each gets `prompt_ids`,
+        `chosen_ids`, `rejected_ids` and its prompt's `TOKEN_TYPES`, int64 [n], and `sizes`, tensors [images, ...].
         """
         others = [{name: value for name, value in example.items() if name != "image"} for example in examples]
         raw = [other | {"images": images_of(example)} for other, example in zip(others, examples, strict=True)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -23,17 +24,13 @@ def flashmask_policy(
     than None stay. `reference` is whether TRL may load a reference although `model` is not a name; `attention=None`
     leaves the attention to transformers.
     """
-    given, by_name = args.model_init_kwargs, isinstance(model, str)
+    given, by_name = args.model_init_kwargs or {}, isinstance(model, str)
     options = {"attn_implementation": attention} if by_name and attention else {}
     if args.world_size > 1 and (by_name or reference):
         options["device_map"] = None
-    if options:
-        chosen = given or {}
-        args.model_init_kwargs = chosen | {name: x for name, x in options.items() if chosen.get(name) is None}
-    try:
+    options = given | {name: x for name, x in options.items() if given.get(name) is None}
+    with mock.patch.object(args, "model_init_kwargs", options or args.model_init_kwargs):
         yield
-    finally:
-        args.model_init_kwargs = given
 
 
 def run_packed_models(trainer: Any, *, sets_policy: bool = False, sets_reference: bool = True) -> None:

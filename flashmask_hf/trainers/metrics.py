@@ -24,11 +24,7 @@ def log_sharing(trainer: Any, mode: str, indices: Tensor, sequences: Tensor) -> 
 def log_sparsity(trainer: Any, mode: str, indices: Tensor, *, skipped: bool = True) -> None:
     """Add `mask_sparsity` to a TRL trainer's metrics, at logging steps and in evaluation: it synchronises the host.
 
-    Args:
-        trainer: the trainer.
-        mode: "train" or "eval".
-        indices: mask indices of the packed rows, int32 [R, 1, S, 1 or 4], 0 for padding.
-        skipped: whether attention skips hidden tiles; otherwise the metric is 0.
+    `indices` are int32 [R, 1, S, 1 or 4], 0 for padding. The metric is 0 unless attention skips hidden tiles.
     """
     if mode == "eval" or trainer.state.global_step % max(1, int(trainer.state.logging_steps)) == 0:
         sparsity = FlashMask(indices, causal=indices.shape[-1] == 1).sparsity() if skipped else 0.0

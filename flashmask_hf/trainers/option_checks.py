@@ -18,11 +18,7 @@ def prepared_arguments(
 ) -> Any:
     """Return the checked arguments of a trainer of packed rows, without dispatched batches of streams.
 
-    None is a default `ours`, in TRL's folder.
-
-    Raises:
-        TypeError: `args` is not a `stock`.
-        ValueError: as in `refuse_options` and `refuse_adapters`, or `accelerator_config.dispatch_batches` is true.
+    None is a default `ours`, in TRL's folder. A TypeError if they are not `stock`, a ValueError for unfit options.
     """
     if args is None:
         name = model if isinstance(model, str) else get_config_model_id(model.config)

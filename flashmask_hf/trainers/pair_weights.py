@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -51,11 +52,8 @@ class PairWeightsMixin:
             mean = weights.sum() if self._mean_weight is None else self._mean_weight
             weights = weights * len(weights) / mean.where(mean > 0, 1.0)
         weigh = functools.partial(_weigh, weights=weights, has_weights=self.use_weighting)
-        stock, self.use_weighting = self.use_weighting, True
-        try:
+        with mock.patch.object(self, "use_weighting", True):
             return super()._compute_loss(with_changed_outputs(model, weigh), inputs, return_outputs)
-        finally:
-            self.use_weighting = stock
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Run TRL's `prediction_step`, and record the weighed loss of the batch's pairs and their weights."""

@@ -23,11 +23,7 @@ def prepare_rows(
 ) -> Dataset | IterableDataset:
     """Return a dataset, raw or tokenized, as tokenized rows without answers over `args.max_length`.
 
-    The log counts dropped rows, except in streams.
-
-    Raises:
-        TypeError: a row has an unsupported type, or types that cannot be combined.
-        ValueError: no row is there or fits `args.max_length`; the dataset has a transform; or a row is invalid.
+    The log counts dropped rows, except in streams. A TypeError or ValueError says what is wrong with the rows.
     """
     dataset = without_media(unformatted(dataset), name)
     first = first_row(dataset, f"the {name} dataset")

@@ -24,6 +24,7 @@ from flashmask_hf.trainers.callbacks import add_callbacks
 from flashmask_hf.trainers.context_parallel import ContextParallelMixin, check_context_parallel, pad_for_parts
 from flashmask_hf.trainers.data_checks import check_prepared, each_dataset, without_media
 from flashmask_hf.trainers.even_batches import EvenBatchesMixin
+from flashmask_hf.trainers.image_rows import EXAMPLES
 from flashmask_hf.trainers.loading import correct_gathers, flashmask_policy
 from flashmask_hf.trainers.metrics import log_sparsity
 from flashmask_hf.trainers.option_checks import checked_collator, prepared_arguments
@@ -242,10 +243,12 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
-        if not _trl_packs(self.args):  # of rows packed elsewhere
-            read = self._signature_columns
-            names = ("position_ids", *MASK_COLUMNS, WEIGHT, LABEL_WEIGHTS, "example_lengths")
-            read += [name for name in names if name not in read]
+        names: Any = ()
+        if self._packs_images:
+            names = EXAMPLES, self.args.dataset_text_field
+        elif not _trl_packs(self.args):  # of rows packed elsewhere
+            names = "position_ids", *MASK_COLUMNS, WEIGHT, LABEL_WEIGHTS, "example_lengths"
+        self._signature_columns += [name for name in names if name not in self._signature_columns]
 
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
         """Run Trainer's `predict` on raw or tokenized rows; results are of the packed rows."""
@@ -378,9 +381,8 @@ def _mean(values: Tensor, weights: Tensor) -> float:
 def _tokens_and_keys(indices: Tensor) -> Tensor:
     """Count the tokens of packed rows and their visible keys, int64 [2].
 
-    Args:
-        indices: mask indices, int32 [R, 1, S, 1 or 4]: the query row where each token's document, or the rows that see
-            it, end, 0 for padding; and last, of 4, the row where these rows start.
+    Mask indices are int32 [R, 1, S, 1 or 4]: first the row where those that see a token end, 0 for padding; last of 4
+    where they start.
     """
     ends = indices[..., 0].flatten(1)
     rows = torch.arange(ends.shape[1], device=ends.device) if indices.shape[-1] == 1 else indices[..., 3].flatten(1)

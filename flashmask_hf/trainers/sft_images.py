@@ -120,12 +120,6 @@ class ImagesMixin:
             PartialState().print(packing_report(args, len(dataset), packed, name))
         return packed
 
-    def _set_signature_columns_if_needed(self) -> None:
-        super()._set_signature_columns_if_needed()
-        if self._packs_images:
-            read = self._signature_columns
-            read += [name for name in (EXAMPLES, self.args.dataset_text_field) if name not in read]
-
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Run TRL's `evaluate` on packed rows of a dataset of raw examples, or of each in a dict."""
         given = isinstance(eval_dataset, (Dataset, IterableDataset))

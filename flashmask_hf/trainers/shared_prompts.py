@@ -1,7 +1,6 @@
 """Log-probabilities of completions with each prompt computed once, for TRL's trainers.
 
-TRL's `_get_per_token_logps_and_entropies` calls models with a padded batch of one sequence per completion.
-`SharedPrompts` passes it a function that packs the batch into one row. All else stays TRL's.
+`SharedPrompts` passes TRL's `_get_per_token_logps_and_entropies` a function that packs its padded batch into one row.
 """
 
 from __future__ import annotations
@@ -195,18 +194,14 @@ def pack_completions(
 
     Args:
         input_ids: int64 [N, L] on the CPU, prompts padded on the left, completions on the right.
-        attention_mask: [N, L] on the CPU, 0 for padding.
+        attention_mask: [N, L] on the CPU, 0 for padding. A ValueError if a prompt has no tokens.
         keep: number of columns of the completions.
         share: as in `SharedPromptsOptions`.
         pad_to_multiple_of: divisor of the row's length.
         images: images of the sequences; what is shared then holds the whole prompt.
 
     Returns:
-        The batch keys of `PackedRows.indexed_batch`, on the CPU, and the number of each sequence's tree, in the row's
-        order.
-
-    Raises:
-        ValueError: a prompt has no tokens.
+        The batch keys of `PackedRows.indexed_batch`, on the CPU, and the number of each sequence's tree.
     """
     ids, real = input_ids.numpy(), attention_mask.numpy().astype(bool)
     prompt_lengths = real[:, : ids.shape[1] - keep].sum(1).tolist()
@@ -228,12 +223,8 @@ def group_prompts(batches: list[dict[str, Any]], window: int) -> list[dict[str, 
 
     Within a whole generation batch, the update packs the rows of the old log-probabilities: first ratios are exactly 1.
 
-    Args:
-        batches: TRL's micro-batches, with the places of their rows before the shuffle.
-        window: number of micro-batches, a divisor of len(batches).
-
-    Returns:
-        The same rows, without their places, in micro-batches of the same size.
+    The batches have the places of their rows before the shuffle, which the returned ones lack; `window` divides their
+    number.
     """
     grouped: list[dict[str, Any]] = []
     for start in range(0, len(batches), window):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from typing import Any
+from unittest import mock
 
 from swift.arguments import SftArguments  # pyright: ignore[reportMissingImports]
 
@@ -18,15 +19,11 @@ _check, _load = SftArguments._check_padding_free, SftArguments.get_model_process
 
 def _check_padding_free(arguments: Any) -> None:
     """Check packing as for FlashAttention, which reads the same flat rows."""
-    name = arguments.attn_impl
-    if name != FLASHMASK:
+    if arguments.attn_impl != FLASHMASK:
         return _check(arguments)
     refuse_ranks("sequence_parallel_size", arguments.sequence_parallel_size)
-    arguments.attn_impl = "flash_attention_2"
-    try:
+    with mock.patch.object(arguments, "attn_impl", "flash_attention_2"):
         _check(arguments)
-    finally:
-        arguments.attn_impl = name
 
 
 def _get_model_processor(arguments: Any, *args: Any, **kwargs: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 from trl.experimental.async_grpo import async_grpo_trainer
 
@@ -58,13 +59,8 @@ class SharedPromptAsyncGRPOTrainer(async_grpo_trainer.AsyncGRPOTrainer):
         config = self.model.config.get_text_config()
         fixed = {"moe_intermediate_size": getattr(config, "intermediate_size", None), "decoder_sparse_step": 1}
         added = {name: value for name, value in fixed.items() if not hasattr(config, name)}
-        for name, value in added.items():
-            setattr(config, name, value)
-        try:
+        with mock.patch.dict(vars(config), added):
             super()._log_step_metrics()
-        finally:
-            for name in added:
-                delattr(config, name)
 
 
 @contextlib.contextmanager
@@ -74,8 +70,7 @@ def _load_with_flashmask() -> Iterator[None]:
     TRL hard-codes its attention, and refuses parameters named "*.sinks" right after loading: the first listing leaves
     these out.
     """
-    module: Any = async_grpo_trainer
-    create = module.create_model_from_path
+    create: Any = async_grpo_trainer.create_model_from_path
 
     def create_with_flashmask(*args: Any, **kwargs: Any) -> Any:
         model = create(*args, **kwargs | {"attn_implementation": FLASHMASK})
@@ -87,8 +82,5 @@ def _load_with_flashmask() -> Iterator[None]:
         model.named_parameters = first_listing
         return model
 
-    module.create_model_from_path = create_with_flashmask
-    try:
+    with mock.patch.object(async_grpo_trainer, "create_model_from_path", create_with_flashmask):
         yield
-    finally:
-        module.create_model_from_path = create

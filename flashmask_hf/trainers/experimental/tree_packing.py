@@ -1,8 +1,8 @@
 """Run a model on the packed tries of TRL's AsyncGRPO under "flashmask".
 
 TRL packs a trie of rollouts in depth-first order for FlashAttention-3's varlen function: queries are segments of the
-row, and keys are gathered along each path from the root. A key's subtree is one interval of query rows, so one bound
-per key suffices. A rewrite of the backbone's call converts it.
+row, and keys are gathered along each path from the root. A rewrite of the backbone's call makes it one bound per key,
+where its subtree ends.
 """
 
 from __future__ import annotations
