@@ -63,8 +63,7 @@ def check_lengths(name: str, lengths: NDArray[np.int64], tokens: int) -> None:
     """Raise a ValueError unless lengths are positive and sum to the number of tokens."""
     # A sum of huge lengths wraps around.
     if not ((lengths >= 1) & (lengths <= tokens)).all() or lengths.sum() != tokens:
-        shown = ", ".join(map(str, lengths[:16].tolist())) + ", ..." * (len(lengths) > 16)
-        raise ValueError(f"{name} must be positive and sum to the number of tokens, {tokens}, got [{shown}]")
+        raise ValueError(f"{name} must be positive and sum to the {tokens} tokens, got {lengths.tolist()!s:.60}")
 
 
 def as_number(value: Any, name: str) -> float:
@@ -76,9 +75,10 @@ def as_number(value: Any, name: str) -> float:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r}")
-    if not abs(value) <= _MAX_FLOAT32:
-        raise ValueError(f"{name} must be finite and at most 3.4e38, got {value!s:.40}; remove the example")
-    return float(value)
+    number: Any = value
+    if not abs(number) <= _MAX_FLOAT32:
+        raise ValueError(f"{name} must be finite and at most 3.4e38, got {number!s:.40}; remove the example")
+    return float(number)
 
 
 def as_numbers(values: Any, count: int, things: str, name: str) -> list[float]:

@@ -128,10 +128,8 @@ def pack_dataset(
     if share_prefixes and truncation_mode == "keep_end":
         _warn("truncation_mode='keep_end' cuts prefixes off longer examples, which then share none; use 'keep_start'")
     if split and truncation_mode != "error":
-        raise ValueError(
-            f"split=True and truncation_mode='{truncation_mode}' exclude each other: leave one of them out (in "
-            "SFTConfig, truncation_mode=None)"
-        )
+        way = "leave one of them out (in SFTConfig, truncation_mode=None)"
+        raise ValueError(f"split=True and truncation_mode={truncation_mode!r} exclude each other: {way}")
     refuse_transform(dataset, "dataset")
     dataset = unformatted(dataset)
     first = first_row(dataset, "dataset")
