@@ -36,7 +36,7 @@ def eagle3_attention(
         impl: as in `flashmask_attention`.
 
     Returns:
-        Tensor: [B, Hq, S, Dv] in q's dtype. Products of later steps are summed in float32 (float64 for float64 q).
+        Tensor: [B, Hq, S, Dv] in q's dtype. Later steps are summed in float32 (float64 for float64 q).
 
     Raises:
         ValueError: keys and values are none, or not one to one, or a later step has another shape than step 0.

@@ -39,9 +39,6 @@ def read_answers(
 
 
 def first_equals(answers: Sequence[NDArray[np.int64]], places: Sequence[Any]) -> list[Any]:
-    """Return, for each of N answers, the place of the first answer with the same tokens.
-
-    Copies of an answer round differently at different places of a packed row, so the first is read for all.
-    """
+    """Return for each answer the place of the first with the same tokens: copies in a row round differently."""
     found: dict[bytes, Any] = {}
     return [found.setdefault(answer.tobytes(), place) for answer, place in zip(answers, places, strict=True)]

@@ -28,14 +28,13 @@ class DataCollatorForMaskedDiffusion(DataCollatorForPackedLanguageModeling):
 
     Each document draws a noise level t from `levels`, and replaces each token by the mask token with probability t.
     Tokens without a label, such as prompts, stay. Examples and other options are as in
-    `DataCollatorForPackedLanguageModeling`; first tokens are learned, too. The loss is `diffusion_loss`. Noise is drawn
-    from torch's random state and an example's tokens.
+    `DataCollatorForPackedLanguageModeling`; first tokens are learned, too. The loss is `diffusion_loss`.
 
     Args:
         mask_token_id: token id that replaces noised tokens.
-        levels: range of noise levels, 0 < low <= high <= 1. BD3LM clips it, for example to (0.3, 0.8).
+        levels: range of noise levels, 0 < low <= high <= 1; in BD3LM, for example, (0.3, 0.8).
         weight: weight of a noised token: "1/t", the variational bound, or "uniform".
-        seed: None, or a seed that fixes each example's noise.
+        seed: what fixes each example's noise; None draws it from torch's random state.
         shift: whether a token's logits predict the next token (Dream). First tokens are then never noised.
 
     Returns:

@@ -31,10 +31,8 @@ def read_documents(
         The example's columns, with the named ones flat, int64 [n]; its token ids, int64 [n]; and the lengths of its
         documents, int64 [documents].
 
-    Raises:
-        TypeError: a column does not hold integers.
-        ValueError: the example has no tokens, a negative token id, padding, or a column that does not fit its
-            `input_ids`; or only columns that are not read mark its documents.
+    Raises a TypeError for a column without integers, and a ValueError if the example has no tokens, a negative token
+    id, padding, or a column that does not fit its `input_ids`, or only columns that are not read mark its documents.
     """
     given = {column: value for column, value in example.items() if value is not None}
     if "input_ids" not in given:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from flashmask_hf.names import IGNORED
 
 MASK_COLUMNS = ("completion_mask", "assistant_masks")
-"""Columns that select the tokens to learn if there are no `labels`."""
+"""Columns that select the tokens to learn without `labels`."""
 
 LABEL_COLUMNS = ("labels", *MASK_COLUMNS)
 """Columns that mark the tokens to learn."""

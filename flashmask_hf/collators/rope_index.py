@@ -1,4 +1,4 @@
-"""Positions of image and text tokens along the axes of models with multimodal rotary embeddings."""
+"""Positions of tokens along the axes of models with multimodal rotary embeddings."""
 
 from __future__ import annotations
 

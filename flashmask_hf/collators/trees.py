@@ -24,8 +24,8 @@ class DataCollatorForTrees(RowPacker):
     """Data collator that packs trees of token segments, in which every token is computed and learned once.
 
     An example has `input_ids`, a list of segments in depth-first order, each a list of token ids, and `parents`, the
-    index of each segment's parent, -1 for a root. `labels` have the layout of `input_ids`; without them, every token is
-    learned except the first of a root. Set `remove_unused_columns=False`, so that trainers keep `parents`.
+    index of each segment's parent, -1 for a root. `labels` have the layout of `input_ids`; without them, every token
+    but the first of a root is learned. Set `remove_unused_columns=False`, so that trainers keep `parents`.
 
     A causal model predicts a token from the token before it in the row, which at a branch belongs to a sibling. So a
     segment gives its last token to each of its children. Loss and gradients equal training on every root-to-leaf path

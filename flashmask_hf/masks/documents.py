@@ -133,10 +133,10 @@ def causal_blockwise(
         1 1 1 1 1 .
         1 1 1 1 1 1
 
-    Leave padding out of the loss: its queries see what the last block sees.
+    Leave padding out of the loss: it sees what the last block sees.
 
     Args:
-        block_lengths: as `documents`. The last block is the test example.
+        block_lengths: as `documents`; the last block is the test example.
 
     Returns:
         FlashMask: indices [B, 1, kv_len, 2], causal.

@@ -36,7 +36,7 @@ def random_eviction(
     Args:
         evict_from: int tensor or array [B, Hm, kv_len]: the first position that no longer sees key j, in j+1..kv_len;
             kv_len is never. The host reads it. None draws it uniformly.
-        generator: what draws, on its own device, where the mask stays. None is torch's CPU default.
+        generator: draws on its own device, where the mask stays. None is torch's CPU default.
         batch: batch entries to draw for.
         heads: mask heads to draw for.
 
