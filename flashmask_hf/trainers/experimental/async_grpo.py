@@ -70,7 +70,8 @@ def _load_with_flashmask() -> Iterator[None]:
     TRL hard-codes its attention, and refuses parameters named "*.sinks" right after loading: the first listing leaves
     these out.
     """
-    create: Any = async_grpo_trainer.create_model_from_path
+    module: Any = async_grpo_trainer
+    create = module.create_model_from_path
 
     def create_with_flashmask(*args: Any, **kwargs: Any) -> Any:
         model = create(*args, **kwargs | {"attn_implementation": FLASHMASK})
@@ -82,5 +83,5 @@ def _load_with_flashmask() -> Iterator[None]:
         model.named_parameters = first_listing
         return model
 
-    with mock.patch.object(async_grpo_trainer, "create_model_from_path", create_with_flashmask):
+    with mock.patch.object(module, "create_model_from_path", create_with_flashmask):
         yield
