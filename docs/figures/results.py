@@ -223,7 +223,7 @@ def measured(rows: Sequence[Row], command: str, *more: str) -> str:
     machine = "Two cores" if first["gpu"] == "cpu" else f"One {first['gpu'].replace(' HBM3', '')}, bfloat16"
     if gpus > 1:
         machine = f"{machine.replace('One', str(gpus))}, NCCL on one host"
-        launch = f"torchrun --nproc-per-node {gpus}"
+        launch = "accelerate launch --config_file recipes/configs/accelerate_fsdp2_cp.yaml"
     if "processor" in first:
         machine = f"{first['cores']} cores ({first['processor']}), Python {first['python']}"
     packages = dict.fromkeys(row["version"] for row in rows if row.get("version"))
