@@ -171,7 +171,7 @@ class FlashMask:
         rows = self.row_count(q_len)
         (start, end), (other_start, other_end) = (
             (torch.where(start < end, start, rows), torch.where(start < end, end, rows))
-            for start, end in self.bidirectional(rows).intervals(rows)
+            for start, end in hidden_intervals(without_causal_flag(self.indices, self.causal, rows), False, rows)
         )
         return [
             (torch.zeros_like(start), torch.minimum(start, other_start)),
