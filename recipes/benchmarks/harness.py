@@ -252,7 +252,7 @@ class Results:
             print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
         here = conditions()
         self.rows += [{**row, **here, **row} for row in found]
-        if self.path is None:
+        if self.path is None or not self.rows:
             return
         Path(self.path).parent.mkdir(parents=True, exist_ok=True)
         unfinished = Path(f"{self.path}.part")  # so that a run killed while it writes keeps the rows before
