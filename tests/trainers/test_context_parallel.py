@@ -100,7 +100,7 @@ def test_shared_prefixes_on_split_rows_are_stock(found):
     want, got = result(found, 1, "prefixes"), result(found, 2, "prefixes")
     assert (want["rows"], got["rows"]) == (16, 4)
     for key in SAME:
-        assert got[key] == pytest.approx(want[key], rel=2e-6), key
+        assert got[key] == pytest.approx(want[key], rel=rounding(STEP)), key
 
 
 @pytest.mark.full

@@ -15,6 +15,7 @@ from datasets.distributed import split_dataset_by_node
 from tools.documents import SAME
 from tools.even_batches_cases import CASES
 from tools.processes import result, run_cases
+from tools.support import rounding
 from tools.tiny import FUSED_HEAD, TRAINER_WARNINGS
 from torch.utils.data import BatchSampler
 
@@ -23,6 +24,9 @@ from flashmask_hf.trainers import PackedSFTTrainer, even_batches
 from flashmask_hf.trainers.even_batches import EvenBatchesMixin
 
 pytestmark = TRAINER_WARNINGS
+
+BOUND = rounding(1000)
+"""Bound of what is logged: sums of two layers, forward and backward, and of the labels of a step."""
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +45,7 @@ def test_a_stream_trains_on_several_processes(found, name):
 def test_evaluation_on_several_processes_reads_every_row_once(found, name):
     want, got = result(found, 1, name), result(found, 2, name)
     for key in ("loss", "entropy", "mean_token_accuracy"):
-        assert got[key] == pytest.approx(want[key], rel=1e-6)
+        assert got[key] == pytest.approx(want[key], rel=BOUND)
 
 
 @pytest.mark.full
@@ -50,7 +54,7 @@ def test_weights_are_divided_by_the_sum_of_all_processes(found, name, evaluation
     want, got = result(found, 1, name), result(found, 2, name)
     assert [len(want.get(key, [])) for key in ("loss", "grad_norm", "eval_loss")] == [3, 3, evaluations]
     for key in want.keys() - {"seconds"}:
-        assert got[key] == pytest.approx(want[key], rel=1e-5)
+        assert got[key] == pytest.approx(want[key], rel=BOUND)
 
 
 @pytest.mark.full
@@ -74,7 +78,7 @@ def test_shared_prefixes_on_two_processes_are_stock(found):
     want, got = result(found, 1, "prefixes"), result(found, 2, "prefixes")
     assert (want["rows"], got["rows"]) == (16, 4)
     for key in SAME:
-        assert got[key] == pytest.approx(want[key], rel=2e-6), key
+        assert got[key] == pytest.approx(want[key], rel=BOUND), key
 
 
 class Stock:

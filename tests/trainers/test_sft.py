@@ -112,10 +112,12 @@ def test_models_that_are_loaded_by_name_get_the_attention_and_the_limit_of_posit
         PackedSFTTrainer(model, args, train_dataset=long)
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("streamed", [False, True], ids=["map", "streamed"])
 def test_evaluation_is_the_mean_over_learned_tokens(tmp_path, streamed):
     """Batches of unequal numbers of labels do not weigh the same."""
-    model = AutoModelForCausalLM.from_config(llama_config(initializer_range=0.5), attn_implementation="flashmask")
+    config = llama_config(initializer_range=0.5, dtype=torch.float64)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="flashmask")
     documents = [list(range(5, 5 + n)) for n in (15, 3, 16, 9, 4, 12, 2)]
     losses = [model(input_ids=torch.tensor([x]), labels=torch.tensor([x])).loss.item() for x in documents]
     tokens = [len(document) - 1 for document in documents]
