@@ -21,5 +21,3 @@ def liger(group: Any) -> dict[str, Any]:
 
 
 CASES = {"liger": liger}
-
-GROUPS: dict[str, tuple[int, ...]] = {}

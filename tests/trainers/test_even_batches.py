@@ -25,8 +25,7 @@ from flashmask_hf.trainers.even_batches import EvenBatchesMixin
 
 pytestmark = TRAINER_WARNINGS
 
-BOUND = rounding(1000)
-"""Bound of what is logged: sums of two layers, forward and backward, and of the labels of a step."""
+BOUND = rounding(1000)  # sums of two layers, forward and backward, and of the labels of a step
 
 
 @pytest.fixture(scope="module")

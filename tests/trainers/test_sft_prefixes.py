@@ -15,6 +15,7 @@ from tools.tiny import (
     CHECKPOINTING,
     TRAINER_WARNINGS,
     VOCAB,
+    assert_same_gradients,
     llama_config,
     trainer_settings,
     word_tokenizer,
@@ -28,8 +29,6 @@ from flashmask_hf.trainers import PackedSFTTrainer, sft_data
 
 pytestmark = [*TRAINER_WARNINGS, pytest.mark.usefixtures("float64")]
 
-BOUND = 1e-12
-"""Largest relative error of the gradient in float64."""
 FLOAT32 = 16 * torch.finfo(torch.float32).eps
 """Largest relative error of means that trainers take in float32, over up to 20 batches."""
 
@@ -135,9 +134,7 @@ def assert_stock(shared: Any, stock: Any, metrics: tuple[str, ...] = METRICS) ->
     (log, gradient), (expected, expected_gradient) = step(shared), step(stock)
     for name in metrics:
         assert log[name] == pytest.approx(expected[name], rel=FLOAT32), name
-    error = sum((gradient[name] - x).double().square().sum() for name, x in expected_gradient.items())
-    assert gradient.keys() == expected_gradient.keys()
-    assert (error / sum(x.double().square().sum() for x in expected_gradient.values())).sqrt() < BOUND
+    assert_same_gradients(gradient, expected_gradient)
     return log
 
 

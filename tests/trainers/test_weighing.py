@@ -15,6 +15,7 @@ from tools.tiny import (
     CHECKPOINTING,
     TRAINER_WARNINGS,
     VOCAB,
+    assert_same_gradients,
     llama_config,
     trainer_settings,
     word_tokenizer,
@@ -77,12 +78,6 @@ def loop(model, documents, weights):
     return loss.item(), gradient
 
 
-def assert_same(gradient, expected):
-    assert gradient.keys() == expected.keys()
-    error = sum((gradient[name] - x).double().square().sum() for name, x in expected.items())
-    assert (error / sum(x.double().square().sum() for x in expected.values())).sqrt() < BOUND
-
-
 MASKS = [[0] * (i % 3) + [1] * (len(tokens) - i % 3) for i, tokens in enumerate(DOCUMENTS)]
 GENERATOR = np.random.default_rng(0)
 PER_TOKEN = [GENERATOR.random(len(tokens)) for tokens in DOCUMENTS]
@@ -129,7 +124,7 @@ def test_a_step_is_that_of_a_loop_over_examples(weights, counted, extra, batches
     log, gradient = step(trainer_of(PackedSFTTrainer, tmp_path, columns_of(weights), extra=extra, **batches))
     loss, expected = expected_of(counted)
     assert log["loss"] == pytest.approx(loss, **LOSS)
-    assert_same(gradient, expected)
+    assert_same_gradients(gradient, expected, BOUND)
 
 
 @pytest.mark.parametrize("loss_mean", ["token", pytest.param("example", marks=pytest.mark.full)])
@@ -145,7 +140,7 @@ def test_examples_of_unlike_signs_share_prefixes(loss_mean, tmp_path):
     loss, expected = loop(model_of("eager"), data, rows)
     assert log["loss"] == pytest.approx(loss, **LOSS)
     assert log["shared_tokens_saved"] > 0.2
-    assert_same(gradient, expected)
+    assert_same_gradients(gradient, expected, BOUND)
 
 
 def test_a_weight_is_a_number_of_equal_examples(tmp_path):
@@ -159,7 +154,7 @@ def test_a_weight_is_a_number_of_equal_examples(tmp_path):
     assert expected["mean_token_accuracy"] > 0
     for name in ("loss", "mean_token_accuracy", "entropy"):
         assert log[name] == pytest.approx(expected[name], rel=BOUND)
-    assert_same(gradient, expected_gradient)
+    assert_same_gradients(gradient, expected_gradient)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +177,7 @@ def test_an_adapter_learns_weighed_labels_under_checkpointing(tmp_path):
     trainer.model.zero_grad()
     log, gradient = step(trainer)
     assert log["loss"] == pytest.approx(loss, **LOSS)
-    assert_same(gradient, expected)
+    assert_same_gradients(gradient, expected, BOUND)
 
 
 def batch_of(**columns):
