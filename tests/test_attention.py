@@ -178,7 +178,7 @@ def _upstream(out: torch.Tensor, lse: torch.Tensor, blind: torch.Tensor, of_blin
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # of the interpreter
 @pytest.mark.parametrize(
     ("lane", "family", "softcap"),
-    covering(2, lanes((torch.float32,), (torch.float32,), (torch.bfloat16,)), BLIND_ROWS, [None, 2.0]),
+    covering(1, lanes((torch.float32,), (torch.float32,), (torch.bfloat16,)), BLIND_ROWS, [None, 2.0]),
 )
 def test_any_upstream_gradient_of_rows_that_see_nothing_gives_zeros(
     lane: Lane, family: str, softcap: float | None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tools.support import INTERPRETED, check_random_call, offer_tall_tiles
+from tools.support import INTERPRETED, SLOW, check_random_call, offer_tall_tiles
 
 from flashmask_hf._call.implementations import Request, choose
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but th
 
 
 def _seeds(count: int, *marks: pytest.MarkDecorator) -> list:
-    return [pytest.param(seed, id=f"seed{seed}", marks=marks) for seed in range(count)]
+    return [pytest.param(x, id=f"seed{x}", marks=[*marks, *SLOW * (x > 3)]) for x in range(count)]
 
 
 @pytest.mark.parametrize("seed", _seeds(4))

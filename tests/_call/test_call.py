@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tools.fake_implementation import Fake, register
-from tools.support import HEADS, KV_HEADS, Lane, attention_inputs, lanes, poisoned
+from tools.support import HEADS, KV_HEADS, SLOW, Lane, attention_inputs, lanes, poisoned
 from torch.utils.checkpoint import checkpoint
 
 from flashmask_hf import FlashMask, flashmask_attention, masks, torch_internals
@@ -59,7 +59,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Call]:
     return found
 
 
-KINDS = ["plain", "sinks and softcap", "misaligned"]
+KINDS = [pytest.param("plain", marks=SLOW), "sinks and softcap", "misaligned"]
 
 
 def check_repeated(lane: Lane, kind: str, calls: dict[Any, Call]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.testing
-from tools.support import HEADS, INTERPRETED, KV_HEADS, Lane, assert_within_budget, attention_inputs, lanes
+from tools.support import HEADS, INTERPRETED, KV_HEADS, SLOW, Lane, assert_within_budget, attention_inputs, lanes
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -37,7 +37,9 @@ LANES = lanes((torch.float32,), (torch.float32,), (torch.bfloat16,))
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch 2.15's own
 @pytest.mark.parametrize("lane", LANES)
-@pytest.mark.parametrize("with_sinks", [False, True], ids=["plain", "sinks and dropout"])
+@pytest.mark.parametrize(
+    "with_sinks", [pytest.param(False, marks=SLOW, id="plain"), pytest.param(True, id="sinks and dropout")]
+)
 def test_opcheck(lane: Lane, with_sinks: bool) -> None:
     mask = masks.share_question([(40, [20, 15]), (30, [10, 18])], device=lane.device)
     q, k, v = attention_inputs(lane, 1, HEADS, KV_HEADS, 133, 133, 16)

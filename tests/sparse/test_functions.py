@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tools.fake_implementation import Fake, register
 from tools.sparse_attention import check, visible_pairs, with_impl
-from tools.support import INTERPRETED, Lane, attention_inputs, lanes
+from tools.support import INTERPRETED, SLOW, Lane, attention_inputs, lanes
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -227,7 +227,7 @@ def operands(lane: Lane, kept: bool) -> tuple:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch 2.15's own
-@pytest.mark.parametrize("kept", [False, True], ids=["all", "kept"])
+@pytest.mark.parametrize("kept", [pytest.param(False, marks=SLOW, id="all"), pytest.param(True, id="kept")])
 @pytest.mark.parametrize("lane", lanes((torch.float32,), (torch.float32,), (torch.bfloat16,)))
 def test_operators(lane: Lane, kept: bool) -> None:
     bucket = torch.randint(0, 3, (2, 4, 9), device=lane.device)

@@ -22,6 +22,9 @@ from flashmask_hf._call.call import Call
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
+SLOW = [pytest.mark.full] * INTERPRETED
+"""Marks of parameters that only the full lane runs in the interpreter, which is slow."""
+
 
 def obstacle(lane: str) -> str | None:
     """Return why this process cannot run a lane: interpreter, gpu or hopper. None where it can."""
@@ -390,9 +393,7 @@ REPEATED = (
 )
 """Families whose masks have the form and the kinds of tiles of another's, so that kernels run the same code."""
 
-EACH_FAMILY = [
-    pytest.param(name, marks=[pytest.mark.full] * (INTERPRETED and name in REPEATED), id=name) for name in FAMILIES
-]
+EACH_FAMILY = [pytest.param(name, marks=SLOW * (name in REPEATED), id=name) for name in FAMILIES]
 """Every family as a test parameter; in the interpreter, which is slow, the repeated ones are marked full."""
 
 

@@ -137,6 +137,7 @@ MOVED = ("entropy", "clip_ratio", "cispo_clip_ratio", "kl", "vespo")
 
 QUICK = RUNS.keys() - ARITHMETIC | {"bnpo", "luspo", "no reference", "temperature"}
 QUICK -= {"tokens, old policy", "tokens, experts", "experts without their loss", "rloo, two iterations", "gmpo, beta"}
+QUICK -= {"old policy, bnpo", "luspo, sequence level", "given adapter", "rloo, adapter", "rloo, normalized"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.full] * (name not in QUICK)) for name in RUNS])

@@ -21,14 +21,6 @@ LOSS_BOUND = 1e-9
 pytestmark = [*TRAINER_WARNINGS, pytest.mark.usefixtures("float64")]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def batches():
     """Yield packed rows [1, 128] of learnable documents, whose token ids grow by a stride of their own."""
     generator = torch.Generator().manual_seed(0)
