@@ -140,7 +140,7 @@ RUNS: dict[str, tuple[Any, dict[str, int]]] = {
 }
 
 
-QUICK = ("fine-tuning, tiles", "DPO", "reward model", "GRPO")
+QUICK = ("fine-tuning, tiles", "DPO", "GRPO")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.full) for name in RUNS])

@@ -136,7 +136,8 @@ def test_random_intervals(dims: tuple[int, int], lengths: tuple[int, int], form:
     _check(_inputs(dims, q_len, kv_len, 1, 4, 2, dtype), mask, deterministic=causal == (seeds == 0))
 
 
-DIMS_AND_SEEDS = pytest.mark.parametrize(("dims", "seeds"), covering(1, DIMS, range(2)), indirect=["seeds"])
+_QUICK_FIRST = [DIMS[0], *(pytest.param(dims, marks=pytest.mark.full) for dims in DIMS[1:])]
+DIMS_AND_SEEDS = pytest.mark.parametrize(("dims", "seeds"), covering(1, _QUICK_FIRST, range(2)), indirect=["seeds"])
 
 
 @DIMS_AND_SEEDS
