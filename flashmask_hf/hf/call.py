@@ -18,12 +18,17 @@ class _Current(threading.local):  # Dynamo can trace it, but no ContextVar, and 
     call: Call | None = None
 
 
-current, _traced = _Current(), _Current()
+class _Traced:  # what compiled code sets before a graph break
+    call: Call | None = None
+
+
+current = _Current()
+_traced = _Current() if torch.__version__ >= "2.13" else _Traced()  # Dynamo of 2.11 reads a thread-local's class
 current.call = _traced.call = None  # a compiler guards on which attributes a thread has set
 
 
-def current_calls() -> _Current:
-    """Return the holder of the innermost call; of a trace, as Dynamo of torch 2.11 would read the class's attribute."""
+def current_calls() -> _Current | _Traced:
+    """Return the holder of the innermost call, in compiled code another than in eager code."""
     return _traced if torch.compiler.is_compiling() else current
 
 
