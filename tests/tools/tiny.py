@@ -104,7 +104,10 @@ def trainer_settings(output_dir: Any) -> dict[str, Any]:
 
 def keep_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make models and losses cast to float64 what they cast to float32: norms, rotations, softmax, logits."""
+    from torch._dynamo.trace_rules import get_tensor_method
+
     to, softmax = torch.Tensor.to, torch.nn.functional.softmax
+    get_tensor_method()  # Dynamo keeps the methods that it finds first, and could not trace `to` in later tests
 
     def cast(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if x.is_floating_point():
