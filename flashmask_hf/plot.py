@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _COLORS = {VISIBLE: "#3f6b8f", PARTIAL: "#a9c3d6", HIDDEN: "#f1efea"}
 _NAMES = {VISIBLE: "visible", PARTIAL: "partial", HIDDEN: "hidden"}
-_EDGE_COLOR = "#c0603d"
+_EDGE_COLOR, _INK = "#c0603d", "#4a4a4a"
 _GRID_TILES = 64
 """Most tiles per side that are drawn with gaps."""
 _MOST_EDGES = 64
@@ -49,9 +49,9 @@ def plot_tiles(
         block: tile size (query rows, key columns).
         lower: int32 [Skv, 1 or 2], bounds of the lower interval of each key column.
         rows: number of query rows Sq.
-        path: as in `FlashMask.plot`, like `title` and `ax`.
-        title: see `path`.
-        ax: see `path`.
+        path: as in `FlashMask.plot`.
+        title: as in `FlashMask.plot`.
+        ax: as in `FlashMask.plot`.
     """
     try:
         from matplotlib.collections import LineCollection
@@ -91,18 +91,27 @@ def plot_tiles(
             ax.scatter([], [], label=f"{_NAMES[kind]} {_percent(share)}", **style)
     figure = cast("Figure", ax.get_figure(root=True))
     if own_figure:
-        figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9, handletextpad=0.2)
+        figure.legend(
+            loc="outside lower center",
+            ncols=3,
+            frameon=False,
+            fontsize=9,
+            labelcolor=_INK,
+            handletextpad=0.2,
+        )
 
     ax.set(xlim=(0, kv_len), ylim=(rows, 0))
     if 0.25 <= rows / kv_len <= 4:
         ax.set_aspect("equal")
     size = "" if block == (1, 1) else f" (tiles of {block[0]} x {block[1]})"
     for axis, label in ((ax.xaxis, f"key column{size}"), (ax.yaxis, "query row")):
-        axis.set_label_text(label, fontsize=9)
+        axis.set_label_text(label, color=_INK, fontsize=9)
         axis.set_major_locator(MaxNLocator(6, integer=True))
-    ax.tick_params(labelsize=8)
+    ax.tick_params(colors=_INK, labelsize=8, length=2.5, width=0.6)
+    for side in ax.spines.values():
+        side.set(color="#b9b5ac", linewidth=0.6)
     if title is not None:
-        ax.set_title(title, fontsize=11)
+        ax.set_title(title, color=_INK, fontsize=11, pad=8)
     if path is not None:
         figure.savefig(path)
     return ax
