@@ -224,6 +224,8 @@ def measured(rows: Sequence[Row], command: str, *more: str) -> str:
     if gpus > 1:
         machine = f"{machine.replace('One', str(gpus))}, NCCL on one host"
         launch = "accelerate launch --config_file recipes/configs/accelerate_fsdp2_cp.yaml"
+        if command.startswith("benchmarks/parallel.py") and "--task dpo" not in command:
+            launch = f"torchrun --nproc-per-node {gpus}"
     if "processor" in first:
         machine = f"{first['cores']} cores ({first['processor']}), Python {first['python']}"
     packages = dict.fromkeys(row["version"] for row in rows if row.get("version"))
