@@ -41,6 +41,10 @@ CONFIGS = Path(__file__).parent / "configs"
 
 flag: Any = HfArg
 
+BATCHES = ("per_device_train_batch_size", "per_device_eval_batch_size", "generation_batch_size")
+COUNTS = ("gradient_accumulation_steps", "num_generations", "num_generations_eval", "steps_per_generation", *BATCHES)
+"""Flags of trainers by which something is divided."""
+
 
 @dataclass
 class ShowArguments:
@@ -65,6 +69,18 @@ class Flags(NamedTuple):
 
 class FlagError(ValueError):
     """A flag or a line of the configuration file that cannot be used."""
+
+
+class Parser(TrlParser):
+    """Parses flags and files, and raises a FlagError for a count below 1 before a trainer's arguments divide by it."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse flags, and return them and those that are unknown."""
+        found, rest = super().parse_known_args(args, namespace)
+        for name in COUNTS:
+            if isinstance(value := getattr(found, name, None), int) and value < 1:
+                raise FlagError(f"{name} must be at least 1, got {value}")
+        return found, rest
 
 
 def run(main: Callable[[Sequence[str]], None]) -> None:
@@ -93,7 +109,7 @@ def parse(argv: Sequence[str], demo_config: Path, own: type, config: type, **def
         FlagError: a flag or the file is invalid, `show` lacks an evaluation, or several processes find no GPUs.
     """
     types: Any = (own, ScriptArguments, config, ModelConfig, DatasetMixtureConfig)
-    parser = TrlParser(
+    parser = Parser(
         types,
         epilog="--config FILE reads flags from a YAML file, which those of the command line override. Without --config "
         "and --model_name_or_path, the recipe runs its demo.",
@@ -121,7 +137,9 @@ def read_flags(parser: TrlParser, argv: Sequence[str], **options: Any) -> tuple[
         return parser.parse_args_and_config(list(argv), **options)
     except (OSError, yaml.YAMLError) as error:
         raise FlagError(f"config: {' '.join(str(error).split())}") from None
-    except ValueError as error:
+    except IndexError:
+        raise FlagError("config: --config is the last flag; name the YAML file behind it") from None
+    except (ValueError, ZeroDivisionError) as error:
         raise FlagError(str(error)) from None
 
 

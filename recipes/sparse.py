@@ -43,7 +43,7 @@ from transformers.utils.import_utils import is_torch_bf16_gpu_available
 import flashmask_hf  # noqa: F401  registers the attention implementations
 
 sys.path.insert(0, str(Path(__file__).parent / "benchmarks"))
-from harness import Results, synchronize  # pyright: ignore[reportMissingImports]
+from harness import Results, count, synchronize  # pyright: ignore[reportMissingImports]
 
 BASE = "sdpa"
 HASH = "flashmask_hash"
@@ -197,9 +197,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--shape", choices=SHAPES, default="paper")
-    parser.add_argument("--length", type=int, default=8192, help="number of bytes of a row")
-    parser.add_argument("--batch", type=int, default=4, help="number of rows of a step in one process")
-    parser.add_argument("--steps", type=int, default=1000, help=f"number of steps; more than {TURN} to time them")
+    parser.add_argument("--length", type=count, default=8192, help="number of bytes of a row")
+    parser.add_argument("--batch", type=count, default=4, help="number of rows of a step in one process")
+    parser.add_argument("--steps", type=count, default=1000, help=f"number of steps; more than {TURN} to time them")
     parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate of the cosine schedule")
     parser.add_argument("--held-out", type=int, default=32, help="number of rows to evaluate on, a multiple of --batch")
     parser.add_argument("--separate-keys", action="store_true", help="give keys a projection of their own")

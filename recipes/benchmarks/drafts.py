@@ -20,7 +20,7 @@ from functools import partial
 from itertools import pairwise
 
 import torch
-from harness import GIB, Results, first_results, flags, free_memory, in_turns, parsed, random_lengths, time_left
+from harness import GIB, Results, count, first_results, flags, free_memory, in_turns, parsed, random_lengths, time_left
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -116,6 +116,15 @@ def tensors_of(task: str, length: int, a: argparse.Namespace) -> list[Tensor]:
     return [torch.randn(x, generator=generator).to(a.device, dtype).requires_grad_() for x in shapes]
 
 
+def compare(results: dict[str, list[Tensor]], title: str) -> None:
+    """Exit unless gradients of all providers agree. A function, else its variables hold gradients in the turns."""
+    for first, other in pairwise(results.values()):
+        for i, (x, y) in enumerate(zip(first, other, strict=True)):
+            far = ((x - y).float().norm() / y.float().norm()).item()
+            if far > FAR:
+                raise SystemExit(f"{title}: gradient {i} differs by {far:.3f} between providers")
+
+
 def measure(task: str, length: int, a: argparse.Namespace) -> list[dict[str, object]]:
     generator = torch.Generator().manual_seed(length)
     lengths = random_lengths(length, 4, generator, minimum=32)
@@ -128,11 +137,7 @@ def measure(task: str, length: int, a: argparse.Namespace) -> list[dict[str, obj
 
     calls = {name: partial(turn, name) for name in a.providers}
     results, found = first_results(calls)
-    for first, other in pairwise(results.values()):
-        for i, (x, y) in enumerate(zip(first, other, strict=True)):
-            far = ((x - y).float().norm() / y.float().norm()).item()
-            if far > FAR:
-                raise SystemExit(f"{task}, {length} tokens: gradient {i} differs by {far:.3f} between providers")
+    compare(results, f"{task}, {length} tokens")
     measured = {name: calls[name] for name in results}
     del results
     free_memory()
@@ -155,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--lengths", nargs="+", type=int, default=[4096, 8192, 16384, 32768], help="tokens of a row")
     parser.add_argument("--blocks", type=int, default=512, help="draft blocks per row of DFlash")
     parser.add_argument("--providers", nargs="+", default=["flashmask", "flex_attention"])
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=count, default=5)
     a = parsed(parser, argv)
     results = Results(a.csv)
     for task in a.tasks:

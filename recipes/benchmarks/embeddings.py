@@ -27,7 +27,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from harness import Measured, Results, available, first_results, flags, free_memory, in_turns, parsed, time_left
+from harness import Measured, Results, available, count, first_results, flags, free_memory, in_turns, parsed, time_left
 from shapes import SHAPES, build_model
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM
@@ -173,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--document", type=int, default=256, help="tokens of each of its 16 documents")
     parser.add_argument("--queries", type=int, nargs="+", default=[1], help="queries in a reranker's batch")
     parser.add_argument("--providers", nargs="+", default=PROVIDERS, choices=PROVIDERS)
-    parser.add_argument("--turns", type=int, default=7, help="measurements of each provider")
+    parser.add_argument("--turns", type=count, default=7, help="measurements of each provider")
     a = parsed(parser, argv)
     running = available(a.providers, a.device)
     results = Results(a.csv)

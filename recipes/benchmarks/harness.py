@@ -46,6 +46,13 @@ def flags(doc: str | None, *, deadline: bool = False) -> argparse.ArgumentParser
     return parser
 
 
+def count(text: str) -> int:
+    """Parse a number of at least 1."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
 def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the flags, and prepare torch and transformers."""
     arguments = parser.parse_args(argv)

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from datasets import Dataset
-from harness import GIB, Results, flags, parsed, random_lengths, synchronize, time_left
+from harness import GIB, Results, count, flags, parsed, random_lengths, synchronize, time_left
 from peft import LoraConfig
 from shapes import SHAPES, arguments_of, build_model, packed_row, tokenizer
 from torch import Tensor, nn
@@ -213,20 +213,22 @@ class Bench:
                     raise SystemExit(f"{provider} ran out of memory; leave it out") from None
         rows, tokens = [], row[VECTORS].shape[2]
         for provider, found in runs.items():
-            if found[a.warmup :]:
-                losses, times, peaks = zip(*found[a.warmup :], strict=True)
-                seconds = statistics.median(times)
-                share = self.exchange_seconds(provider, row) / seconds if provider in ("heads", "keys") else ""
-                rows.append(
-                    {
-                        "provider": provider,
-                        "loss": round(losses[0], 5),
-                        "seconds_per_step": round(seconds, 4),
-                        "tokens_per_second": round(tokens * (self.size if provider == "whole" else 1) / seconds),
-                        "peak_gib": round(max(peaks), 2),
-                        "exchange_share": share and round(share, 4),
-                    }
-                )
+            if not found[a.warmup :]:
+                print(f"{provider} is left out: no step before the deadline", flush=True)
+                continue
+            losses, times, peaks = zip(*found[a.warmup :], strict=True)
+            seconds = statistics.median(times)
+            share = self.exchange_seconds(provider, row) / seconds if provider in ("heads", "keys") else ""
+            rows.append(
+                {
+                    "provider": provider,
+                    "loss": round(losses[0], 5),
+                    "seconds_per_step": round(seconds, 4),
+                    "tokens_per_second": round(tokens * (self.size if provider == "whole" else 1) / seconds),
+                    "peak_gib": round(max(peaks), 2),
+                    "exchange_share": share and round(share, 4),
+                }
+            )
         return rows
 
 
@@ -300,7 +302,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[131072])
     parser.add_argument("--documents", type=int, default=10, help="documents or questions of a row")
     parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=count, default=3)
     parser.add_argument("--warmup", type=int, default=1, help="steps that are not timed; 0 after a compared row")
     a = parsed(parser, argv)
     device = torch.device(a.device)

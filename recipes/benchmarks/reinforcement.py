@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from harness import Results, available, first_results, flags, free_memory, in_turns, parsed, time_left
+from harness import Results, available, count, first_results, flags, free_memory, in_turns, parsed, time_left
 from images import Conversations
 from shapes import arguments_of, build_model, gradient_norm, tokenizer
 from torch import Tensor
@@ -202,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--generations", type=int, default=8, help="completions of a prompt, G")
     parser.add_argument("--groups", type=int, nargs="+", default=[1], help="prompts of a micro-batch")
     parser.add_argument("--providers", nargs="+", default=PROVIDERS, choices=PROVIDERS)
-    parser.add_argument("--turns", type=int, default=5, help="measurements of each provider")
+    parser.add_argument("--turns", type=count, default=5, help="measurements of each provider")
     a = parsed(parser, argv)
     providers = available(a.providers, a.device)
     results = Results(a.csv)

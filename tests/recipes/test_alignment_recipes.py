@@ -224,6 +224,7 @@ BAD_FLAGS = [
     ("dpo", ["--dataset_train_split", "train_prefs"], "dataset_train_split: the dataset has no split 'train_prefs'"),
     ("dpo", ["--do_eval", "--dataset_test_split", "dev"], "dataset_test_split: .* no split 'dev', but 'train', 'test'"),
     ("dpo", ["--attn_implementation", "sdpa"], "--attn_implementation flashmask"),
+    ("dpo", ["--gradient_accumulation_steps", "0"], "gradient_accumulation_steps must be at least 1, got 0"),
     ("dpo", ["--max_length", "16"], "fills --max_length 16"),
     (
         "dpo",

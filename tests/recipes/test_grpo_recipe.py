@@ -154,6 +154,7 @@ BAD_FLAGS = [
     (["--algorithm", "ppo"], "argument --algorithm: invalid choice: 'ppo'"),
     (["--algorithm", "rloo", "--loss_type", "dapo"], "--loss_type"),
     (["--share", "everything"], "argument --share: invalid choice: 'everything'"),
+    (["--num_generations", "0"], "num_generations must be at least 1, got 0"),
     (["--num_generations", "7"], "must be divisible by num_generations"),
     (["--attn_implementation", "sdpa"], "has --attn_implementation sdpa, but shared prompts need 'flashmask'"),
     (["--resume_from_checkpoint", "true"], "holds no checkpoint to resume from"),

@@ -226,6 +226,7 @@ def test_evaluation_logs_the_mask_sparsity(tmp_path, model, capsys):
         (["--dataset_name", "nowhere/at-all.jsonl"], "dataset_name: .*No such file .*nowhere"),
         (["--model_name_or_path", "./nowhere"], "model_name_or_path: there is no folder ./nowhere"),
         (["--config", "nowhere.yaml"], "config: .*No such file or directory: 'nowhere.yaml'"),
+        (["--config"], "config: --config is the last flag; name the YAML file behind it"),
         (["--max_length", "0"], "max_length must be at least 1, got 0"),
         (["--keep_attention"], f"keep_attention, tile_tokens and host_gib need {CHECKPOINTING}=True"),
         (["--long_context", f"--{CHECKPOINTING}", "True"], "measured on a GPU.*set keep_attention and host_gib"),
@@ -240,7 +241,7 @@ def test_invalid_flags_raise_before_training(tmp_path, model, monkeypatch, flags
         rows.write_text(json.dumps({"text": "lambda " * 2000}))
         flags = [str(model) if flag == "deep" else flag for flag in flags] + ["--dataset_name", str(rows)]
     with pytest.raises(common.FlagError, match=message):
-        sft.main([*flags, "--output_dir", str(tmp_path), *QUICK])
+        sft.main(["--output_dir", str(tmp_path), *QUICK, *flags])
 
 
 def test_an_evaluation_without_its_split_says_the_ways_out(tmp_path, model):

@@ -99,10 +99,17 @@ def test_time_only_skips_the_evaluation() -> None:
     assert all(row.endswith("held_out_loss=") for row in rows)
 
 
-def test_wrong_flags_are_named_before_training(capsys: pytest.CaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--held-out", "3"], "--held-out 3 is no multiple of --batch 4"),
+        (["--batch", "0"], "argument --batch: must be at least 1, got 0"),
+    ],
+)
+def test_wrong_flags_are_named_before_training(capsys: pytest.CaptureFixture, flags: list[str], message: str) -> None:
     with pytest.raises(SystemExit):
-        runpy.run_path(str(RECIPE))["parse"](["--held-out", "3"])
-    assert "--held-out 3 is no multiple of --batch 4" in capsys.readouterr().err
+        runpy.run_path(str(RECIPE))["parse"](flags)
+    assert message in capsys.readouterr().err
 
 
 def test_processes_without_a_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
