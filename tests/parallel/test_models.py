@@ -29,11 +29,11 @@ FULL = {"compiled", "chunks of heads-4"} | {
         "documents",
         "exchange of heads",
         "exchange of keys",
-        "every path of trees",
         "tensor parallel",
         "checkpointing",
     )
 }
+assert {*parallel_cases.CASES} | {f"{name}-{size}" for name in parallel_cases.CASES for size in SIZES} >= FULL
 
 
 @pytest.fixture(scope="module")

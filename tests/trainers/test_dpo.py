@@ -433,7 +433,7 @@ def test_an_evaluation_of_weighed_pairs_divides_by_their_weights(model_path, tok
     shared = make(SharedQuestionDPOTrainer, model_path, tokenizer, tmp_path, **options)
     found = shared.evaluate()
     assert found["eval_data_loss"] == pytest.approx(loss, rel=8 * FLOAT32)
-    assert found["eval_zeros_loss"] < 1e-80  # 0 in float32
+    assert 0 <= found["eval_zeros_loss"] < 1e-80  # 0 in float32
 
 
 class Stock:
