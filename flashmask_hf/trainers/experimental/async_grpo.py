@@ -59,8 +59,12 @@ class SharedPromptAsyncGRPOTrainer(async_grpo_trainer.AsyncGRPOTrainer):
         config = self.model.config.get_text_config()
         fixed = {"moe_intermediate_size": getattr(config, "intermediate_size", None), "decoder_sparse_step": 1}
         added = {name: value for name, value in fixed.items() if not hasattr(config, name)}
-        with mock.patch.dict(vars(config), added):
+        vars(config).update(added)  # other threads read the config, which mock.patch.dict would empty for a moment
+        try:
             super()._log_step_metrics()
+        finally:
+            for name in added:
+                del vars(config)[name]
 
 
 @contextlib.contextmanager

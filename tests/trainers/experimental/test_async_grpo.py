@@ -429,3 +429,18 @@ def test_version_of_trl_without_tries(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_trainers_do_not_import_it() -> None:
     """TRL's experimental module warns, and takes long to import."""
     assert "async_grpo" not in Path(str(trainers.__file__)).read_text(encoding="utf-8")
+
+
+def test_metrics_borrow_numbers_of_the_config_and_keep_what_other_threads_set(monkeypatch):
+    config = CONFIGS["gpt_oss"]()
+    trainer = object.__new__(SharedPromptAsyncGRPOTrainer)
+    trainer.model = types.SimpleNamespace(config=config)
+
+    def log(_: Any) -> None:
+        assert (config.moe_intermediate_size, config.decoder_sparse_step) == (config.intermediate_size, 1)
+        config.from_another_thread = True
+
+    monkeypatch.setattr(AsyncGRPOTrainer, "_log_step_metrics", log)
+    trainer._log_step_metrics()
+    assert config.from_another_thread
+    assert not hasattr(config, "moe_intermediate_size")
