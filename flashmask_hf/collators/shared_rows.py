@@ -97,16 +97,17 @@ def pack_shared(
     Args:
         input_ids: int64 [N, L], sequences padded on any side, or flat rows of several sequences.
         attention_mask: [N, L], 0 for padding; numbers that grow along a row count its sequences. None: no padding.
-        position_ids: int64 [N, L], 0 at the first token of each sequence of flat rows. None: a sequence per row, or
-            per number of the mask.
+        position_ids: int64 [N, L], 0 at the first token of each sequence of flat rows. After padding or another number
+            of the mask, its column will do: the packed rows restart at 0, which is equal under RoPE. None: a sequence
+            per row, or per number of the mask.
         scored: bool or int [N, K], nonzero for tokens of the last K columns whose log-probabilities are wanted. None:
             all. Padding and the first token of a sequence are never scored.
         max_length: as in `flashmask_hf.collators`; sequences with a common first token stay in one row.
         pad_to_multiple_of: see there.
 
     Raises:
-        ValueError: shapes do not fit, there is no token, a sequence has a hole, or positions that jump or do not start
-            at 0, sequences with a common first token exceed a row, or an option is out of range.
+        ValueError: shapes do not fit, there is no token, a sequence has a hole, or positions that jump or start neither
+            at 0 nor at their column, sequences with a common first token exceed a row, or an option is out of range.
 
     Example:
         >>> rows = pack_shared(torch.tensor([[5, 6, 7, 8], [5, 6, 9, 0]]), torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]]))
@@ -124,15 +125,16 @@ def pack_shared(
     batch = torch.stack([part.long() for part in (input_ids, *parts)])
     ids, numbers, positions, wanted = batch.cpu().numpy()  # waits for the device
     starts = numbers > np.maximum.accumulate(np.pad(numbers, ((0, 0), (1, 0)))[:, :-1], 1)
+    columns = np.arange(ids.shape[1])[None]
     if position_ids is None:
-        positions = np.arange(ids.shape[1])[None]
+        positions = columns
     else:
         starts |= positions == 0
     first = find_starts(numbers, positions, starts)
-    if first is None or (attention_mask is None and positions[:, :1].any()):
+    if first is None or (first & (positions != 0) & (positions != columns)).any():
         raise ValueError(
-            "a sequence has padding inside, or positions that jump or do not start at 0; pass whole sequences, on each "
-            "rank its own"
+            "a sequence has padding inside, or position_ids that jump or do not start at 0; pass whole sequences, on "
+            "each rank its own"
         )
     if not first.any():
         raise ValueError("attention_mask is 0 everywhere: there is nothing to pack")

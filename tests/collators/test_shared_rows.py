@@ -95,6 +95,11 @@ def nemo_rl(model: Any, batch: dict[str, Tensor]) -> Tensor:
     return torch.zeros_like(values).scatter(2, place.expand_as(values), values)
 
 
+def column_positions(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Positions count padding on the left, to which RoPE is blind."""
+    return shared(model, pack_shared(**batch, position_ids=torch.arange(PROMPT + RESPONSE).expand(12, -1)))
+
+
 def rows_of_48(model: Any, batch: dict[str, Tensor]) -> Tensor:
     rows = pack_shared(**batch, max_length=48)
     assert rows.batch["input_ids"].shape == (2, 48)
@@ -103,7 +108,9 @@ def rows_of_48(model: Any, batch: dict[str, Tensor]) -> Tensor:
     return shared(model, rows)
 
 
-@pytest.mark.parametrize("actor", [verl_padded, verl_without_padding, numbered, open_rlhf, nemo_rl, rows_of_48])
+@pytest.mark.parametrize(
+    "actor", [verl_padded, verl_without_padding, numbered, open_rlhf, nemo_rl, column_positions, rows_of_48]
+)
 def test_log_probabilities_entropies_and_gradients(actor):
     ours, eager = model_pair("llama")
     batch = rollouts()
@@ -187,10 +194,11 @@ def test_wrong_batches():
         pack_shared(ids, torch.tensor([[1, 0, 1], [1, 1, 1]]))
     with pytest.raises(ValueError, match="padding inside"):
         pack_shared(ids, torch.tensor([[2, 2, 1], [1, 1, 1]]))
-    with pytest.raises(ValueError, match="positions that jump"):
+    with pytest.raises(ValueError, match="position_ids that jump"):
         pack_shared(ids, position_ids=torch.tensor([[0, 1, 3], [0, 1, 2]]))
-    with pytest.raises(ValueError, match="do not start at 0"):
-        pack_shared(ids, position_ids=torch.tensor([[0, 1, 2], [4, 5, 6]]))
+    for given in (None, mask, torch.tensor([[1, 1, 1], [0, 1, 1]]), torch.tensor([[1, 1, 1], [1, 2, 2]])):
+        with pytest.raises(ValueError, match="do not start at 0"):
+            pack_shared(ids, given, torch.tensor([[0, 1, 2], [4, 5, 6]]))
     for empty in (0 * mask, mask[:, :0], mask[:0]):
         with pytest.raises(ValueError, match="0 everywhere"):
             pack_shared(ids[: len(empty), : empty.shape[1]], empty)
