@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from numbers import Real
 from typing import Any
@@ -75,10 +76,13 @@ def as_number(value: Any, name: str) -> float:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r}")
-    number: Any = value
+    try:
+        number = float(value)  # float16 takes the limit for infinity
+    except OverflowError:
+        number = math.inf
     if not abs(number) <= _MAX_FLOAT32:
-        raise ValueError(f"{name} must be finite and at most 3.4e38, got {number!s:.40}; remove the example")
-    return float(number)
+        raise ValueError(f"{name} must be finite and at most 3.4e38, got {number}; remove the example")
+    return number
 
 
 def as_numbers(values: Any, count: int, things: str, name: str) -> list[float]:

@@ -118,6 +118,7 @@ def pack_dataset(
     default = 4_000 if isinstance(dataset, Dataset) else 1_000
     batch_size = as_integer("batch_size", default if batch_size is None else batch_size, 1)
     max_position_embeddings = as_count("max_position_embeddings", max_position_embeddings)
+    num_proc = as_count("num_proc", num_proc)
     if loss_mean not in ("token", "example"):
         raise ValueError(f"loss_mean must be 'token' or 'example', got {loss_mean!r}")
     why = "max_length, as an example must fit a row"

@@ -68,12 +68,12 @@ def read_documents(
 
 
 def unread_documents(example: Mapping[str, Any]) -> str | None:
-    """Return the column that marks several documents of a flat example in a way that is not read, or None."""
+    """Return the column that marks several documents of a flat example, or that NumPy cannot read; else None."""
     for column in (*_FIRST_NUMBERS, "cu_seq_lens_q"):
         try:
             numbers = np.asarray(example.get(column, ()))
         except (TypeError, ValueError):  # a ragged list, or a tensor that NumPy cannot hold
-            continue
+            return column
         if column == "cu_seq_lens_q":
             several = np.unique(numbers).size > 2
         elif numbers.dtype.kind in "iu" and numbers.shape == (len(example["input_ids"]),):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -66,8 +66,8 @@ class DataCollatorForPackedLanguageModeling(RowPacker):
         tensor([3, 3, 3, 5, 5], dtype=torch.int32)
     """
 
-    truncation_mode: str = "error"
-    completion_only_loss: bool | None = None
+    truncation_mode: str = field(default="error", kw_only=True)
+    completion_only_loss: bool | None = field(default=None, kw_only=True)
 
     def __post_init__(self):
         super().__post_init__()

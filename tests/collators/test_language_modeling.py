@@ -233,6 +233,11 @@ def test_invalid_options_raise(options, message):
         DataCollatorForPackedLanguageModeling(**options)
 
 
+def test_own_options_are_keywords():
+    with pytest.raises(TypeError, match="positional"):
+        DataCollatorForPackedLanguageModeling(0, 8, None, None, "keep_start")  # pyright: ignore
+
+
 WRAPPING = [2**63 - 1, 2**63 - 1, 7]  # the sum wraps around to 5 in int64
 
 

@@ -51,6 +51,8 @@ def test_pack_dataset_truncates_only_what_is_too_long(mode, kept, caplog):
     assert sorted(unpack(packed)) == sorted(tokens[kept] for tokens in source["input_ids"])
     (record,) = caplog.records
     assert record.message == f"cut 1 of 4 documents to max_length 4: truncation_mode='{mode}'"
+    pack_dataset(source, 9, truncation_mode=mode)
+    assert len(caplog.records) == 1
 
 
 def test_an_empty_completion_raises():
@@ -153,9 +155,23 @@ def test_documents_that_another_packer_told_in_other_columns_raise(column):
     assert pack_dataset(Dataset.from_list([row]), 4)["seq_lengths"][:] == [[3]]
 
 
-@pytest.mark.parametrize("value", [7, [0, 1], [[0], [1, 1]], ["a", "b", "c"]], ids=["id", "short", "ragged", "text"])
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [("seq_idx", [[0], [1, 1]]), ("cu_seq_lens_q", [[0], [2, 3]]), ("seq_idx", torch.tensor([0, 0, 1]).bfloat16())],
+    ids=["ragged numbers", "ragged bounds", "bfloat16"],
+)
+def test_columns_that_numpy_cannot_read_raise(column, value):
+    row = {"input_ids": [3, 4, 5], column: value}
+    with pytest.raises(ValueError, match=f"{column} of example 0 marks several documents"):
+        DataCollatorForPackedLanguageModeling(completion_only_loss=False)([row])
+    if isinstance(value, list):
+        with pytest.raises(ValueError, match=f"packed already, by its column {column}"):
+            pack_dataset(Dataset.from_list([row]), 4)
+
+
+@pytest.mark.parametrize("value", [7, [0, 1], ["a", "b", "c"]], ids=["id", "short", "text"])
 def test_a_column_named_seq_idx_that_numbers_no_tokens_is_ignored(value):
-    row = {"input_ids": [3, 4, 5], "seq_idx": value, "cu_seq_lens_q": [[0], [1, 1]]}
+    row = {"input_ids": [3, 4, 5], "seq_idx": value}
     assert len(DataCollatorForPackedLanguageModeling(completion_only_loss=False)([row])["input_ids"][0]) == 3
     assert pack_dataset(Dataset.from_list([row]), 4)["seq_lengths"][:] == [[3]]
 
@@ -233,6 +249,7 @@ def test_pack_dataset_takes_any_view_of_a_dataset(view):
         ({"input_ids": [[1]]}, {"truncation_mode": "middle"}, ValueError, "truncation_mode must be one of"),
         ({"input_ids": [[1]]}, {"truncation_mode": "keep_end", "split": True}, ValueError, "exclude each other"),
         ({"input_ids": [[1]]}, {"batch_size": 0}, ValueError, "at least 1"),
+        ({"input_ids": [[1]]}, {"num_proc": 0}, ValueError, "num_proc must be at least 1, got 0"),
         ({"input_ids": [[1]]}, {"max_position_embeddings": 0}, ValueError, "embeddings must be at least 1"),
         ({"input_ids": [[1]], "labels": [1]}, {}, TypeError, "labels of example 0 must be a flat sequence of integers"),
     ],

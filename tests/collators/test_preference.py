@@ -93,7 +93,8 @@ def test_indices_of_padding_are_spread_over_the_rows():
 
 
 def test_reference_log_probabilities_are_passed_on():
-    given = [{**e, "ref_chosen_logps": -1.5 * i, "ref_rejected_logps": -2.0} for i, e in enumerate(examples(PAIRS))]
+    same = {"ref_rejected_logps": np.float16(-2.0)}
+    given = [{**e, "ref_chosen_logps": -1.5 * i, **same} for i, e in enumerate(examples(PAIRS))]
     batch = DataCollatorForSharedQuestion()(given)
     assert torch.equal(batch["ref_chosen_logps"], torch.tensor([0.0, -1.5, -3.0, -4.5]))
     assert torch.equal(batch["ref_rejected_logps"], torch.full((4,), -2.0))
@@ -154,10 +155,16 @@ BAD = {
         "example 1 has no ref_chosen_logps, but example 0 has; give it to all, or to none",
     ),
     "reference beyond float32": (
-        [PAIR | {"ref_chosen_logps": -(10**39)}],
+        [PAIR | {"ref_chosen_logps": -(10**400)}],
         {},
         ValueError,
         "ref_chosen_logps of example 0 must be finite and at most 3.4e38",
+    ),
+    "infinite reference in float16": (
+        [PAIR | {"ref_chosen_logps": np.float16("inf")}],
+        {},
+        ValueError,
+        "ref_chosen_logps of example 0 must be finite and at most 3.4e38, got inf",
     ),
     "weight not a number": (
         [PAIR | {"weight": "a"}],

@@ -109,6 +109,7 @@ def test_trees_train_in_the_plain_trainer(tmp_path):
         ({"parents": [-1, 0, 3, 1, 0]}, ValueError, "are no forest: .* depth-first order"),
         ({"labels": [[5], [6], [8], [9, 10], [11]]}, ValueError, "labels of example 0 must have the layout"),
         ({"labels": None, "completion_mask": [[0], [1], [1], [1], [1]]}, ValueError, "completion_mask and no labels"),
+        ({"weight": 2.0}, ValueError, "example 0 has weight, which trees do not read; remove the column"),
         ({"weights": [1.0, 2.0, 3.0]}, ValueError, "example 0 has weights, which trees do not read; remove the column"),
         ({"attention_mask": [[1], [1, 0], [1], [1, 1], [1]]}, ValueError, "example 0 holds padding .*padding=False"),
     ],
