@@ -102,8 +102,9 @@ def preferences(folder, **changes):
 
 def reward_model(folder, *, data=None, **changes):
     path, options = rewards.save_reward_model(folder), {"max_steps": 1, "per_device_train_batch_size": 2}
+    model = rewards.load(path, dtype=torch.float32)  # Liger has no kernels for float64
     trainer = rewards.make(
-        MultiAnswerRewardTrainer, path, rewards.reward_tokenizer(), folder, data,
+        MultiAnswerRewardTrainer, path, rewards.reward_tokenizer(), folder, data, model=model,
         eval_dataset=Dataset.from_list(preference_rows(2)), **options | changes,
     )  # fmt: skip
     return finish(trainer)
