@@ -175,10 +175,12 @@ def gather_logps(
         Tensor: float32 [N, K], 0 for tokens that are not scored; with `entropy` [2, N, K], the entropies last.
 
     Raises:
-        ValueError: `chunk` is out of range, or `temperature` has another shape.
+        ValueError: `chunk` is out of range, or `temperature` has another shape or is a number that is not positive.
     """
     size = as_integer("chunk", chunk, 1)
     if not isinstance(temperature, Tensor):
+        if not temperature > 0:
+            raise ValueError(f"temperature must be positive, got {temperature}; pass the temperature of sampling")
         temperature = torch.full((), temperature, dtype=torch.float32, device=rows.scored.device)
     elif temperature.dim() and temperature.shape not in (rows.scored.shape, (len(rows.scored), 1)):
         got, shape = list(temperature.shape), list(rows.scored.shape)

@@ -158,6 +158,9 @@ def test_rows_or_tokens_have_temperatures_of_their_own(columns):
     for wrong in (given[:, 0], given[:1], given[None]):
         with pytest.raises(ValueError, match=r"temperature must be a number, \[N, 1\] or .* for scored \[12, 6\]"):
             gather_logps(hidden, head, rows, temperature=wrong)
+    for number in (0.0, -1, float("nan")):
+        with pytest.raises(ValueError, match=f"temperature must be positive, got {number}"):
+            gather_logps(hidden, head, rows, temperature=number)
 
 
 def test_scores_need_no_value_of_the_device():
