@@ -7,7 +7,7 @@ from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 from tools.documents import dataset, documents
-from tools.tiny import VOCAB
+from tools.tiny import VOCAB, assert_exact, gradients_of
 from transformers import BertConfig, BertForMaskedLM, ModernBertConfig, ModernBertForMaskedLM
 
 from flashmask_hf import FlashMask, masks
@@ -23,15 +23,16 @@ SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_i
 def bert(attention):
     config = BertConfig(**SIZES, max_position_embeddings=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     config._attn_implementation = attention
-    return BertForMaskedLM(config)
+    return BertForMaskedLM(config).double()
 
 
 def modern_bert(attention):
     config = ModernBertConfig(**SIZES, **SPECIAL, local_attention=8, global_attn_every_n_layers=3)
     config._attn_implementation = attention
-    return ModernBertForMaskedLM(config)
+    return ModernBertForMaskedLM(config).double()
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("options", [{}, {"pad_to_multiple_of": 16}, {"max_length": 24}], ids=str)
 @pytest.mark.parametrize("model", [bert, modern_bert])
 def test_packed_documents_equal_each_alone(model, options):
@@ -57,7 +58,7 @@ def test_packed_documents_equal_each_alone(model, options):
         bounds = torch.tensor([0, *np.cumsum(lengths)])
         flat = {name: x for name, x in batch.items() if name != "startend_row_indices"} | {"cu_seq_lens_q": bounds}
         for call in (packed_model, packed_model.forward):
-            torch.testing.assert_close(call(**flat).loss, packed.loss)
+            assert_exact([call(**flat).loss], [packed.loss])
 
     rows, logits = batch["input_ids"].flatten().tolist(), packed.logits.flatten(0, 1)
     total, count = torch.zeros(()), 0
@@ -67,12 +68,10 @@ def test_packed_documents_equal_each_alone(model, options):
         own = int((inputs["labels"] != -100).sum())
         total, count = total + alone.loss * own, count + own
         start, tokens = rows.index(example["input_ids"][0]), len(example["input_ids"])
-        torch.testing.assert_close(logits[start : start + tokens], alone.logits[0], rtol=1e-4, atol=1e-5)
+        assert_exact([logits[start : start + tokens]], [alone.logits[0]])
     (total / count).backward()
-    torch.testing.assert_close(packed.loss, total / count, rtol=1e-5, atol=1e-6)
-    for one, other in zip(packed_model.parameters(), alone_model.parameters(), strict=True):
-        if one.grad is not None:
-            torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-5)
+    assert_exact([packed.loss], [total / count])
+    assert_exact(*(list(gradients_of(each).values()) for each in (packed_model, alone_model)))
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.sampled_from([None, 8]))

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tools.documents import lineage, random_parents
-from tools.tiny import VOCAB, llama_config
+from tools.tiny import VOCAB, assert_exact, llama_config
 from transformers import AutoModelForCausalLM
 
 from flashmask_hf import FlashMask
@@ -323,14 +323,11 @@ def test_max_position_embeddings_limits_paths_not_trees():
 
 # --- a model on packed rows
 
-BOUND = 1e-5
-"""Largest error in float32, relative to the largest entry expected (at least 1)."""
-
 
 def tiny_llama(attention):
     torch.manual_seed(0)
     config = llama_config(initializer_range=0.2, max_position_embeddings=2048, pad_token_id=None)
-    return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention).double()
 
 
 def random_tree(seed):
@@ -368,13 +365,7 @@ def separate_results(forest):
     return [values.detach() for values in found], [parameter.grad for parameter in model.parameters()]
 
 
-def assert_near(got, want):
-    assert len(got) == len(want)
-    for one, other in zip(got, want, strict=True):
-        assert one.shape == other.shape
-        assert (one - other).abs().max() <= BOUND * max(1.0, other.abs().max().item())
-
-
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     ("company", "options"),
@@ -392,8 +383,8 @@ def test_every_leaf_path_equals_a_run_of_it_alone(seed, company, options):
     log_probabilities, gradients = packed_results(rows, len(company))
     expected_log_probabilities, expected_gradients = separate_results(tree)
     assert len(log_probabilities) == len(tree.leaves()) >= 3
-    assert_near(log_probabilities, expected_log_probabilities)
-    assert_near(gradients, expected_gradients)
+    assert_exact(log_probabilities, expected_log_probabilities)
+    assert_exact(gradients, expected_gradients)
 
 
 @pytest.mark.parametrize("segment", [1, 2, 4])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from datasets import Dataset
 from tools.documents import MASKED, dataset, documents, examples, flat, unpack
-from tools.tiny import CHECKPOINTING, VOCAB, llama_config, trainer_settings, word_tokenizer
+from tools.tiny import CHECKPOINTING, LOGGED, VOCAB, assert_exact, llama_config, trainer_settings, word_tokenizer
 from transformers import (
     AutoModelForCausalLM,
     Trainer,
@@ -17,10 +17,12 @@ from trl import SFTConfig, SFTTrainer
 
 from flashmask_hf.collators import DataCollatorForPackedLanguageModeling, pack_dataset
 
+pytestmark = pytest.mark.usefixtures("float64")
+
 
 def tiny_llama(attn_implementation):
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(llama_config(), attn_implementation=attn_implementation)
+    return AutoModelForCausalLM.from_config(llama_config(), attn_implementation=attn_implementation).double()
 
 
 def loss_of(model, batch):
@@ -46,8 +48,8 @@ def test_a_packed_row_has_the_loss_and_gradients_of_its_documents(options):
         if wanted:
             one, one_gradient = loss_of(separate, {k: alone[k] for k in ("input_ids", "labels")})
             total, count, gradients = total + wanted * one, count + wanted, gradients + wanted * one_gradient
-    torch.testing.assert_close(loss, total / count, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(gradient, gradients / count, rtol=1e-4, atol=1e-6)
+    assert_exact([loss], [total / count])
+    assert_exact([gradient], [gradients / count])
 
 
 CHAT_TEMPLATE = (  # each turn ends with <eos>; w3 opens a turn of the assistant, w4 any other
@@ -103,19 +105,19 @@ def test_trl_packing_gives_the_losses_of_eager(tmp_path, strategy):
     options = {"packing": True, "packing_strategy": strategy, "max_length": 32}
     losses, trainer = sft_losses(tmp_path, "flashmask", dataset(LENGTHS), **options)
     eager, _ = sft_losses(tmp_path, "eager", dataset(LENGTHS), **options)
-    torch.testing.assert_close(losses, eager, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(losses, eager, rtol=LOGGED, atol=0)
     assert losses[-1] < losses[0]
 
     rows = Dataset.from_list(list(trainer.train_dataset))
     ours, _ = sft_losses(tmp_path, "flashmask", rows, collator=DataCollatorForPackedLanguageModeling(), max_length=None)
-    torch.testing.assert_close(ours, losses, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(ours, losses, rtol=LOGGED, atol=0)
 
 
 def test_the_collator_in_the_stock_trainer_equals_padded_batches(tmp_path):
     collator = DataCollatorForPackedLanguageModeling()
     packed, trainer = sft_losses(tmp_path, "flashmask", dataset(LENGTHS), collator=collator, max_length=None)
     padded, _ = sft_losses(tmp_path, "eager", dataset(LENGTHS), max_length=None)
-    torch.testing.assert_close(packed, padded, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(packed, padded, rtol=LOGGED, atol=0)
     batch = next(iter(trainer.get_train_dataloader()))
     assert batch["input_ids"].shape[0] == 1
 
@@ -181,7 +183,7 @@ def test_conversations_train_in_the_stock_trainer(tmp_path, assistant_only):
         **options,
     )
     padded, _ = sft_losses(tmp_path, "eager", source, **options)
-    torch.testing.assert_close(packed, padded, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(packed, padded, rtol=LOGGED, atol=0)
 
     prepared = Dataset.from_list(list(trainer.train_dataset))
     assert {"dataset", "id", "messages", "input_ids"} < set(prepared.column_names)

@@ -6,12 +6,12 @@ from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tools.documents import lineage, random_parents
-from tools.tiny import TRAINER_WARNINGS, VOCAB, llama_config, trainer_settings
+from tools.tiny import LOGGED, TRAINER_WARNINGS, VOCAB, assert_exact, llama_config, trainer_settings
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from flashmask_hf.collators import DataCollatorForTrees
 
-pytestmark = TRAINER_WARNINGS
+pytestmark = [*TRAINER_WARNINGS, pytest.mark.usefixtures("float64")]
 
 
 @st.composite
@@ -42,7 +42,7 @@ def paths(example):
 
 def model(attention):
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(llama_config(), attn_implementation=attention)
+    return AutoModelForCausalLM.from_config(llama_config(), attn_implementation=attention).double()
 
 
 def separate_loss(given_):
@@ -69,9 +69,8 @@ def test_loss_and_gradients_are_those_of_the_paths(given_, options):
     packed = model("flashmask")
     loss = packed(**batch, use_cache=False).loss
     loss.backward()
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
-    for one, other in zip(packed.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
+    assert_exact([loss], [expected])
+    assert_exact(*([p.grad for p in each.parameters()] for each in (packed, alone)))
 
 
 TREE = {
@@ -89,7 +88,7 @@ def test_trees_train_in_the_plain_trainer(tmp_path):
     trainer.train()
     separate = separate_loss([TREE])
     assert separate is not None
-    assert trainer.state.log_history[0]["loss"] == pytest.approx(separate[1].item(), rel=1e-5)
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(separate[1].item(), rel=LOGGED)
 
     args = TrainingArguments(**options)
     trainer = Trainer(model("flashmask"), args, train_dataset=dataset, data_collator=DataCollatorForTrees())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,9 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast, TrainingArguments
 VOCAB = 64
 EXACT = 1e-12
 """Largest error in float64 of results whose sums have other orders, relative to the largest entry."""
+
+LOGGED = torch.finfo(torch.float32).eps
+"""Largest relative difference of two equal losses in the log of a Trainer, which rounds each to float32."""
 
 # The name of the argument; transformers 5.21 renamed it, and warns of the old name.
 CHECKPOINTING = next(f for f in ("activation_checkpointing", "gradient_checkpointing") if hasattr(TrainingArguments, f))
@@ -120,6 +124,13 @@ def keep_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.nn.functional, "softmax", lambda x, dim, dtype=None, **_: softmax(x, dim))
     if head := sys.modules.get("trl.kernels.chunked_logprob"):  # it makes its sums by torch.zeros(..., torch.float32)
         monkeypatch.setattr(head, "torch", SimpleNamespace(**vars(torch) | {"float32": torch.float64}))
+
+
+def assert_exact(got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
+    """Assert that float64 tensors are equal up to rounding, relative to the largest entry of them all."""
+    largest = max(x.abs().max().item() for x in expected)
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=EXACT * largest)
 
 
 def gradients_of(model: Any) -> dict[str, torch.Tensor]:
