@@ -35,7 +35,7 @@ _GIVEN = (*_TOKEN_COLUMNS, WEIGHT)
 
 _READ = (*_GIVEN, "attention_mask")
 
-_EXAMPLE = "_example"
+EXAMPLE = "_example"
 """Column of a stream with its examples: Arrow would need one schema for all, also for columns that are not read."""
 
 _WEIGHTS = re.compile(r"((sample|example|instance|loss|token)_)?weights?")
@@ -163,8 +163,8 @@ def pack_dataset(
         },
     }
     if streamed:
-        examples: Any = dataset.map(_whole).select_columns([_EXAMPLE])
-        return examples.map(_pack_stream, remove_columns=[_EXAMPLE], **options)
+        examples: Any = dataset.map(whole).select_columns([EXAMPLE])
+        return examples.map(_pack_stream, remove_columns=[EXAMPLE], **options)
     options |= {"num_proc": num_proc, "desc": f"Packing to {row_length} tokens"}
     options["fn_kwargs"]["order"] = order
     ordered = dataset if order is None else dataset.select(order)
@@ -266,18 +266,19 @@ def _refuse_packed(example: Mapping[str, Any], name: str) -> None:
         raise ValueError(f"{name} is packed already, by its column {column}; {way}")
 
 
-def _whole(example: dict[str, Any]) -> dict[str, Any]:
-    return {_EXAMPLE: example}
+def whole(example: dict[str, Any]) -> dict[str, Any]:
+    """Return an example of a stream in one column."""
+    return {EXAMPLE: example}
 
 
 def _pack_stream(batch: dict[str, list[Any]], indices: Sequence[int], **options: Any) -> dict[str, list[Any]]:
     """Pack examples of a stream."""
     names: list[str] = []
-    for index, example in zip(indices, batch[_EXAMPLE], strict=True):
+    for index, example in zip(indices, batch[EXAMPLE], strict=True):
         others = [f"{name}={brief(x)}" for name, x in example.items() if name not in _READ and x is not None]
         text = ", ".join(others[:2])[:60]
         names.append(f"example {index} of the stream" + (f" ({text})" if text else ""))
-    return _pack(batch[_EXAMPLE], names, warns=True, **options).to_pydict()
+    return _pack(batch[EXAMPLE], names, warns=True, **options).to_pydict()
 
 
 def _pack_table(table: pa.Table, indices: Sequence[int], **options: Any) -> pa.Table:

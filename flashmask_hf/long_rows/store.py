@@ -36,18 +36,26 @@ class Block:
         self.done: Event | None = None
 
 
-class Pool:
-    """Blocks of host memory within a budget. Only `give` may run in a finalizer.
+class Store:
+    """Store of tensors between forward and backward, with blocks of host memory within a budget.
+
+    Only `give` may run in a finalizer.
 
     Args:
         host_bytes: the budget, in whole blocks; None for no limit.
+        min_bytes: tensors that together take fewer bytes stay.
 
     Attributes:
         peak_bytes: the largest value of `held_bytes` so far.
+        seen_bytes: bytes of the last forward's tensors of at least `min_bytes`, wherever they are.
     """
 
-    def __init__(self, host_bytes: int | None) -> None:
-        self.peak_bytes = 0
+    def __init__(self, host_bytes: int | None, min_bytes: int) -> None:
+        self.peak_bytes = self.seen_bytes = 0
+        self.min_bytes = min_bytes
+        self._excluded: set[int] = set()
+        self._known: weakref.WeakValueDictionary[tuple, Saved] = weakref.WeakValueDictionary()
+        self._copying = self.first = _nothing  # the latest copy to the host, the last layer's first tensors
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._free: list[Block] = []
         self._count = 0  # of blocks in use or free
@@ -136,26 +144,6 @@ class Pool:
         self._finish_copies()
         self._open = False
         self._drop(len(self._free))
-
-
-class Store(Pool):
-    """Store of tensors between forward and backward.
-
-    Args:
-        host_bytes: as in `Pool`.
-        min_bytes: tensors that together take fewer bytes stay.
-
-    Attributes:
-        seen_bytes: bytes of the last forward's tensors of at least `min_bytes`, wherever they are.
-    """
-
-    def __init__(self, host_bytes: int | None, min_bytes: int) -> None:
-        super().__init__(host_bytes)
-        self.min_bytes = min_bytes
-        self.seen_bytes = 0
-        self._excluded: set[int] = set()
-        self._known: weakref.WeakValueDictionary[tuple, Saved] = weakref.WeakValueDictionary()
-        self._copying = self.first = _nothing  # the latest copy to the host, the last layer's first tensors
 
     def begin_forward(self, excluded: Iterable[Tensor]) -> None:
         """Start a forward. Tensors that share memory with `excluded` stay on their device."""

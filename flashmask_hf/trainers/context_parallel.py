@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,9 @@ from flashmask_hf.parallel.rows import split_rows
 from flashmask_hf.parallel.split import RowSplit, make_split, refuse_rope_by_length, run_split
 from flashmask_hf.tile_plan import ROWS
 from flashmask_hf.trainers.weighing import label_count
+
+COMPUTES = ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics")
+"""Arguments of TRL's SFTTrainer that take logits or losses."""
 
 _SETTING = "cp_size > 1 (parallelism_config)"
 
@@ -51,26 +55,25 @@ def refuse(found: Any, problem: str) -> None:
         raise ValueError(f"{_SETTING}: {problem}")
 
 
-def check_context_parallel(args: Any, *, trl_packs: bool, computes: dict[str, Any]) -> int:
+def check_context_parallel(args: Any, functions: Mapping[str, Any], *, trl_packs: bool) -> int:
     """Return the number of ranks that share a row, after checking options of `PackedSFTTrainer`.
 
     Args:
         args: a `trl.SFTConfig`.
+        functions: the trainer's keywords, among them functions of logits or losses.
         trl_packs: whether TRL packs and collates the rows.
-        computes: functions of logits or losses, by argument of the trainer.
 
     Raises:
         ValueError: rows are split, and an option does not allow it.
     """
     size = context_parallel_size(args)
-    if size == 1:
-        return size
-    refuse(trl_packs, "rows that TRL packs have no mask indices; leave packing and padding_free out")
-    averages = args.average_tokens_across_devices
-    refuse(not averages, "average_tokens_across_devices=False divides by the labels of a whole row; set it to True")
-    refuse(args.label_smoothing_factor, "label_smoothing_factor is not implemented for split rows; leave it at 0")
-    for name, function in computes.items():
-        refuse(function is not None, f"{name} would get one shard of each row; leave it out")
+    if size > 1:
+        refuse(trl_packs, "rows that TRL packs have no mask indices; leave packing and padding_free out")
+        averages = args.average_tokens_across_devices
+        refuse(not averages, "average_tokens_across_devices=False divides by the labels of a whole row; set it to True")
+        refuse(args.label_smoothing_factor, "label_smoothing_factor is not implemented for split rows; leave it at 0")
+        for name in COMPUTES:
+            refuse(functions.get(name) is not None, f"{name} would get one shard of each row; leave it out")
     return size
 
 
@@ -96,6 +99,7 @@ class ContextParallelMixin:
     """
 
     _cp_size = 1
+    _rows_per_token = 1  # of a packed row
     _shards_inputs = True
     """Whether a training step, its loss and its metrics get this rank's shards; otherwise they get whole batches."""
 
@@ -195,7 +199,8 @@ class ContextParallelMixin:
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
         before = self.state.num_input_tokens_seen
         super()._track_num_input_tokens(inputs)
-        self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self._copies
+        counted = self._copies * self._rows_per_token
+        self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // counted
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         """Return the loss of whole rows on every rank. See `Trainer`."""

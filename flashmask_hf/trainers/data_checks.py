@@ -25,20 +25,14 @@ def map_options(dataset: Any, args: Any, desc: str) -> dict[str, Any]:
 
 def map_style_datasets(trainer: Any) -> list[tuple[str, Dataset]]:
     """Return name and dataset of a trainer's datasets other than streams, which collators check batch by batch."""
-    named = _named(trainer.train_dataset, trainer.eval_dataset)
+    named = named_datasets(trainer.train_dataset, trainer.eval_dataset)
     return [(name, dataset) for name, dataset in named if isinstance(dataset, Dataset)]
 
 
-def _named(train_dataset: Any, eval_dataset: Any) -> list[tuple[str, Any]]:
-    """Return name and dataset of each of a trainer's datasets."""
+def named_datasets(train_dataset: Any, eval_dataset: Any) -> list[tuple[str, Any]]:
+    """Return name and dataset, which may be None, of each of a trainer's datasets."""
     evaluated = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
     return [("train", train_dataset), *evaluated.items()]
-
-
-def first_rows(trainer: Any) -> dict[str, Any]:
-    """Return the `first_row` of each of a trainer's datasets, by name."""
-    named = _named(trainer.train_dataset, trainer.eval_dataset)
-    return {name: first_row(dataset, f"the {name} dataset") for name, dataset in named if dataset is not None}
 
 
 def has_images(dataset: Any) -> bool:
@@ -59,7 +53,7 @@ def _undecoded(dataset: Dataset, columns: list[str]) -> Iterator[dict[str, Any]]
 
 def each_dataset(change: Callable[[Any, str], Any], train_dataset: Any, eval_dataset: Any) -> tuple[Any, Any]:
     """Return a trainer's datasets, each as `change` returns it, given the dataset and its name. None stays."""
-    pairs = _named(train_dataset, eval_dataset)
+    pairs = named_datasets(train_dataset, eval_dataset)
     train, *evaluated = (None if dataset is None else change(dataset, name) for name, dataset in pairs)
     return train, dict(zip(eval_dataset, evaluated, strict=True)) if isinstance(eval_dataset, dict) else evaluated[0]
 

@@ -120,7 +120,6 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, PairWeightsMixin, 
         args = option_checks.prepared_arguments(args, model, peft_config, DPOConfig, SharedQuestionDPOConfig)
         if isinstance(ref_model, str):
             raise TypeError(f"ref_model must be a model, got the name {ref_model!r}; leave it out, or load it")
-        option_checks.refuse_liger_losses(args)
         reads_images = not isinstance(processing_class, PreTrainedTokenizerBase)
         images = reads_images and train_dataset is not None and data_checks.has_images(train_dataset)
         way = "pass a processor as processing_class, or remove the column"
@@ -139,7 +138,11 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, PairWeightsMixin, 
             row_length=getattr(args, "row_length", None),
             pad_to_multiple_of=args.pad_to_multiple_of,  # TRL has resolved "auto"
         )
-        self._parts = _check_parts(args, images=images, compute_metrics=kwargs.get("compute_metrics"))
+        self._parts = context_parallel_size(args)
+        if self._parts > 1:
+            refuse(images, "an image's tokens would be on several ranks; set cp_size=1")
+            refuse(kwargs.get("compute_metrics") is not None, "compute_metrics would get shards of rows; leave it out")
+            require_fused_head("cp_size > 1 (parallelism_config)")
         data_collator = pad_for_parts(data_collator, self._parts)
         self._hooked = False
         self._creates_reference = ref_model is None
@@ -228,13 +231,3 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, PairWeightsMixin, 
             inputs = inputs | {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
         with mock.patch.object(self, "precompute_ref_logps", True):
             return super()._compute_loss(self._on_shards(model), inputs, return_outputs)
-
-
-def _check_parts(args: Any, *, images: bool, compute_metrics: Any) -> int:
-    """Return the number of ranks that share a row; raise a ValueError if an option does not allow more than one."""
-    size = context_parallel_size(args)
-    if size > 1:
-        refuse(images, "an image's tokens would be on several ranks; set cp_size=1")
-        refuse(compute_metrics is not None, "compute_metrics would get shards of rows; leave it out")
-        require_fused_head("cp_size > 1 (parallelism_config)")
-    return size

@@ -21,10 +21,13 @@ class EvenBatchesMixin:
 
     Each rank reads its own shards of a stream if they divide evenly, otherwise every n-th row. Epochs and evaluations
     end with the rank with the fewest rows, without batches that do not fill a training step: Trainer would add their
-    gradients to the next epoch's. With an `_idle_batch`, all rows are evaluated.
+    gradients to the next epoch's. With an `_idle_batch`, all rows are evaluated. Evaluations report exact means over
+    what `_evaluated` weighs.
     """
 
     _ended: Any = None  # the iterator of a stream's epoch that has ended
+    _evaluated: list[torch.Tensor]
+    """Of each batch of an evaluation: mean loss, its weight and, optionally, the weight of TRL's token metrics."""
 
     def _idle_batch(self, batch: dict[str, Any]) -> dict[str, Any] | None:
         """Return a batch of the same form that adds nothing to metrics, or None."""
@@ -50,11 +53,24 @@ class EvenBatchesMixin:
             self._ended, batches = epoch_iterator, []
         return super().get_batch_samples(iter(batches), num_batches, device)
 
-    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run Trainer's evaluation loop on as many batches on every rank."""
+    def evaluation_loop(self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+        """Run Trainer's evaluation loop on as many batches on every rank, with exact means."""
+        metrics = self._metrics["eval"]
+        metrics.clear()  # an earlier predict leaves its metrics, which are never logged
+        self._evaluated = []
         if self.accelerator.num_processes > 1:
             dataloader = _EvenBatches(dataloader, self)
-        return super().evaluation_loop(dataloader, *args, **kwargs)
+        output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
+        if f"{metric_key_prefix}_loss" in output.metrics and self._evaluated:
+            gathered = self.accelerator.gather(torch.stack(self._evaluated)[None])
+            losses, weights, *others = gathered.cpu().double().unbind(2)  # [ranks, batches]
+            read = (weights > 0) & (losses.isfinite() | (not self.args.logging_nan_inf_filter))
+            if read.any():
+                output.metrics[f"{metric_key_prefix}_loss"] = _mean(losses[read], weights[read])
+            for name in ("entropy", "mean_token_accuracy"):
+                if others and metrics[name] and others[0].sum():
+                    metrics[name] = [_mean(torch.tensor(metrics[name]), others[0].sum(0))]
+        return output
 
 
 class _DealtStream(IterableDataset):
@@ -97,6 +113,10 @@ class _EvenBatches:
                     batch = self.trainer._idle_batch(last)
             last = batch
             yield batch
+
+
+def _mean(values: torch.Tensor, weights: torch.Tensor) -> float:
+    return ((values * weights).sum() / weights.sum()).item()
 
 
 def _counts(accelerator: Any, count: int) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,15 +16,12 @@ from torch import Tensor
 from trl.data_utils import apply_chat_template, is_conversational, prepare_multimodal_messages
 
 from flashmask_hf.collators.bins import best_fit_decreasing
-from flashmask_hf.collators.dataset import refuse_transform
+from flashmask_hf.collators.dataset import EXAMPLE, refuse_transform, whole
 from flashmask_hf.collators.images import images_of, media_tokens
 from flashmask_hf.collators.packing import as_count
 
 EXAMPLES = "examples"
 """Column of a packed row with its raw examples, for `DataCollatorForPackedVisionLanguageModeling`."""
-
-_EXAMPLE = "_example"
-"""Column of a stream with its examples: Arrow would need one schema for all."""
 
 _WINDOW, _STREAMED_WINDOW = 4_000, 1_000
 """Number of examples of a Dataset, and of a stream, that are packed together."""
@@ -171,13 +169,21 @@ def pack_examples(
     refuse_transform(dataset, f"the {name} dataset")
     limit = as_count("max_image_tokens", max_image_tokens) or max_length
     lengths_of = ExampleLengths(collator)
-    packer = _Packer(lengths_of, max_length, limit, f"the {name} dataset")
+    limits = {"max_length": max_length, "max_image_tokens": limit, "name": f"the {name} dataset"}
     if isinstance(dataset, IterableDataset):
         features = dataset.features
         stream = dataset.decode(False) if features else dataset
-        stream = stream.map(_whole).select_columns([_EXAMPLE])
-        options: dict[str, Any] = {"batched": True, "with_indices": True, "batch_size": _STREAMED_WINDOW}
-        packed = stream.map(packer.pack_stream, remove_columns=[_EXAMPLE], **options)
+        packed = (
+            stream.map(whole)
+            .select_columns([EXAMPLE])
+            .map(
+                functools.partial(_pack_stream, lengths_of, **limits),
+                batched=True,
+                with_indices=True,
+                batch_size=_STREAMED_WINDOW,
+                remove_columns=[EXAMPLE],
+            )
+        )
         return packed.map(_decoded, fn_kwargs={"features": features}) if features else packed
     features = dataset.to_iterable_dataset().decode(False).features
     with PartialState().main_process_first():  # others read the cache
@@ -188,7 +194,7 @@ def pack_examples(
             batch_size=100,
             fn_kwargs={
                 "features": features,
-                "name": packer.name,
+                "name": limits["name"],
                 "version": f"1, transformers {transformers.__version__}",
             },
             remove_columns=dataset.column_names,
@@ -199,13 +205,16 @@ def pack_examples(
     rows: list[list[int]] = []
     for start in range(0, len(lengths), _WINDOW):
         window = range(start, min(start + _WINDOW, len(lengths)))
-        rows += packer.pack(lengths[window], images[window], window)
+        rows += _pack(lengths[window], images[window], window, **limits)
     table = Dataset.from_dict({EXAMPLES: rows, "seq_lengths": [lengths[row] for row in rows]})
-    return table.with_transform(_Reader(dataset))
+    return table.with_transform(functools.partial(_read_examples, dataset))
 
 
-def _whole(example: dict[str, Any]) -> dict[str, Any]:
-    return {_EXAMPLE: example}
+def _read_examples(dataset: Dataset, batch: dict[str, Any]) -> dict[str, Any]:
+    """Return a batch of rows of indices with the raw examples of a dataset."""
+    if EXAMPLES not in batch:
+        return batch
+    return batch | {EXAMPLES: [[dataset[index] for index in row] for row in batch[EXAMPLES]]}
 
 
 def _decoded(row: dict[str, Any], features: Any) -> dict[str, Any]:
@@ -232,44 +241,33 @@ class RowCollator:
         return batch
 
 
-@dataclass
-class _Packer:
-    """Packs examples of a dataset into rows with at most so many tokens, and image tokens."""
-
-    lengths_of: ExampleLengths
-    max_length: int
-    max_image_tokens: int
-    name: str
-
-    def pack_stream(self, batch: dict[str, list[Any]], indices: Sequence[int]) -> dict[str, list[Any]]:
-        """Pack a window of a stream."""
-        examples = batch[_EXAMPLE]
-        names = (f"example {index} of {self.name}" for index in indices)
-        lengths, images = zip(*map(self.lengths_of, examples, names), strict=True)
-        rows = self.pack(lengths, images, indices)
-        return {EXAMPLES: [[examples[index - indices[0]] for index in row] for row in rows]}
-
-    def pack(self, lengths: Sequence[int], images: Sequence[int], indices: Sequence[int]) -> list[list[int]]:
-        """Return the indices of the examples of each row."""
-        for index, length, tokens in zip(indices, lengths, images, strict=True):
-            problem = f"example {index} of {self.name} has {length} tokens, {tokens} of them for images"
-            way = "shrink its images, or remove it: dataset.filter(...)"
-            if not 0 < length <= self.max_length:
-                raise ValueError(f"{problem}, but max_length is {self.max_length}; raise it, {way}")
-            if tokens > self.max_image_tokens:
-                raise ValueError(f"{problem}, but max_image_tokens is {self.max_image_tokens}; raise it, {way}")
-        rows = best_fit_decreasing(lengths, self.max_length, images, self.max_image_tokens)
-        return [[indices[item] for item in row] for row in rows]
+def _pack_stream(
+    lengths_of: ExampleLengths, batch: dict[str, list[Any]], indices: Sequence[int], *, name: str, **limits: Any
+) -> dict[str, list[Any]]:
+    """Pack a window of a stream."""
+    examples = batch[EXAMPLE]
+    names = (f"example {index} of {name}" for index in indices)
+    lengths, images = zip(*map(lengths_of, examples, names), strict=True)
+    rows = _pack(lengths, images, indices, name=name, **limits)
+    return {EXAMPLES: [[examples[index - indices[0]] for index in row] for row in rows]}
 
 
-class _Reader:
-    """Transform of packed rows of indices: reads their examples from the dataset."""
-
-    def __init__(self, dataset: Dataset):
-        self._dataset = dataset
-
-    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return a batch of rows with raw examples."""
-        if EXAMPLES not in batch:
-            return batch
-        return batch | {EXAMPLES: [[self._dataset[index] for index in row] for row in batch[EXAMPLES]]}
+def _pack(
+    lengths: Sequence[int],
+    images: Sequence[int],
+    indices: Sequence[int],
+    *,
+    max_length: int,
+    max_image_tokens: int,
+    name: str,
+) -> list[list[int]]:
+    """Return the indices of the examples of each row, given each example's tokens and image tokens."""
+    for index, length, tokens in zip(indices, lengths, images, strict=True):
+        problem = f"example {index} of {name} has {length} tokens, {tokens} of them for images"
+        way = "shrink its images, or remove it: dataset.filter(...)"
+        if not 0 < length <= max_length:
+            raise ValueError(f"{problem}, but max_length is {max_length}; raise it, {way}")
+        if tokens > max_image_tokens:
+            raise ValueError(f"{problem}, but max_image_tokens is {max_image_tokens}; raise it, {way}")
+    rows = best_fit_decreasing(lengths, max_length, images, max_image_tokens)
+    return [[indices[item] for item in row] for row in rows]

@@ -44,7 +44,12 @@ def checked_collator(given: Any, expected: type, **options: Any) -> Any:
 
 
 def refuse_options(args: Any, compute_loss_func: Any = None) -> None:
-    """Raise a ValueError for NEFTune, label smoothing that a loss ignores, and split rows in trainers that generate."""
+    """Raise a ValueError for options that TRL's loss ignores or packed rows do not support.
+
+    Before 1.15, TRL computes log-probabilities by Liger past the hooks that pack rows.
+    """
+    if args.use_liger_kernel and not isinstance(args, (SFTConfig, RewardConfig)):
+        require_fused_head("use_liger_kernel", "leave it out")
     if not isinstance(args, (SFTConfig, DPOConfig, RewardConfig)) and context_parallel_size(args) > 1:
         problem = "each rank generates its own completions, but ranks that share rows need the same"
         raise ValueError(f"cp_size > 1 (parallelism_config): {problem}; set cp_size=1, and use flashmask_hf.long_rows")
@@ -63,9 +68,3 @@ def refuse_adapters(model: Any, peft_config: Any) -> None:
             raise ValueError(f"peft_config: {type(config).__name__} adds virtual tokens; use LoRA with packed rows")
         if getattr(config, "alora_invocation_tokens", None):
             raise ValueError("peft_config: alora_invocation_tokens do not support packed rows; use plain LoRA")
-
-
-def refuse_liger_losses(args: Any) -> None:
-    """Raise a ValueError if TRL would compute log-probabilities by Liger, past the hooks that pack rows."""
-    if args.use_liger_kernel:
-        require_fused_head("use_liger_kernel", "leave it out")

@@ -64,21 +64,9 @@ class PairWeightsMixin:
         places += self.accelerator.process_index // self._copies * len(weights)
         weights = weights * (places < len(self.accelerator.gather_for_metrics(weights)))  # accelerate repeats pairs
         step = super().prediction_step(model, {**inputs, PAIR_WEIGHTS: weights}, *args, **kwargs)
-        sums = torch.stack([step[0].detach().float() * len(weights), weights.sum()])
-        self._evaluated.append(sums * self._counts_rows)
+        mean = step[0].detach().float() * len(weights) / weights.sum()
+        self._evaluated.append(torch.stack([mean, weights.sum()]) * self._counts_rows)
         return step
-
-    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        """Run Trainer's evaluation loop, and divide the sum of the losses by the sum of the weights of the pairs."""
-        self._evaluated: list[Tensor] = []
-        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
-        if self._evaluated and f"{metric_key_prefix}_loss" in output.metrics:
-            losses, weights = self.accelerator.gather(torch.stack(self._evaluated)).cpu().double().unbind(1)
-            read = losses.isfinite() | (not self.args.logging_nan_inf_filter)
-            output.metrics[f"{metric_key_prefix}_loss"] = losses[read].sum().item() / (
-                weights[read].sum().item() or 1.0
-            )
-        return output
 
 
 def _weigh(output: Any, weights: Tensor, has_weights: bool) -> None:

@@ -248,11 +248,6 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, SplitAnswersMixin,
         prepared = self._prepare_dataset(test_dataset, self.processing_class, self.args, "test")
         return super().predict(prepared, *args, **kwargs)
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Run Trainer's evaluation loop without the metrics of an earlier `predict`."""
-        self._metrics["eval"].clear()
-        return super().evaluation_loop(*args, **kwargs)
-
 
 def _keep_forward(args: Any) -> None:
     """Make Liger replace layers only; raise a ValueError for its fused loss, which calls a language model's head."""

@@ -33,9 +33,6 @@ from flashmask_hf.trainers.sft_data import check_columns, check_completions, che
 from flashmask_hf.trainers.sft_images import ImagesMixin, check_image_options, packs_images
 from flashmask_hf.trainers.weighing import WeighingMixin, check_weighing, label_count, without_labels
 
-COMPUTES = ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics")
-"""Arguments of the trainer that take logits or losses."""
-
 
 class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParallelMixin, WeighingMixin, SFTTrainer):
     """`trl.SFTTrainer` on packed rows, in which each document attends only to itself.
@@ -106,8 +103,6 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
         ```
     """
 
-    _rows_per_token = 1  # of a packed row
-
     def __init__(
         self,
         model: Any,
@@ -126,16 +121,14 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
         loss_mean: str = "token",
         **kwargs: Any,
     ):
-        computes = {name: kwargs.get(name) for name in COMPUTES}
-        compute_loss_func = computes["compute_loss_func"]
+        compute_loss_func = kwargs.get("compute_loss_func")
         args = prepared_arguments(args, model, peft_config, SFTConfig, SFTConfig, compute_loss_func)
         self._sums: Any = 0  # computed tokens, keys, examples' tokens since the last log, int64 [3] after a batch
         self._shares = False  # whether some batch shares prefixes
         self._last_log = time.perf_counter()
         self._logged_tokens = 0
-        self._evaluated: list[Tensor] = []  # loss, labels and scored tokens of each batch of an evaluation
         trl_packs = _trl_packs(args)
-        parts = check_context_parallel(args, trl_packs=trl_packs, computes=computes)
+        parts = check_context_parallel(args, kwargs, trl_packs=trl_packs)
         if args.packing and args.packing_strategy == "wrapped":
             raise ValueError("packing_strategy='wrapped' does not record where documents begin; choose 'bfd'")
         config = _config(model, args)
@@ -150,10 +143,10 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
             "loss_mean": loss_mean != "token",
             "share_prefixes": share_prefixes,
         }
-        for name, is_set in own.items():
-            if is_set and not packs_text:
-                way = "leave it, images, TRL's packing or skip_prepare_dataset out"
-                raise ValueError(f"{name} needs rows of text that this trainer packs; {way}")
+        given = [name for name, is_set in own.items() if is_set]
+        if given and not packs_text:
+            way = "leave it, images, TRL's packing or skip_prepare_dataset out"
+            raise ValueError(f"{given[0]} needs rows of text that this trainer packs; {way}")
         if self._reads_weights:
             check_weighing(args, compute_loss_func)
         if args.max_length is None and not trl_packs:
@@ -161,7 +154,7 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
         if not trl_packs and max_position_embeddings is None:
             max_position_embeddings = getattr(config.get_text_config(), "max_position_embeddings", None)
         if self._packs_images:
-            check_image_options(args, parts=parts, split=split, formatting_func=self._formatting)
+            check_image_options(parts=parts, split=split, formatting_func=self._formatting)
             data_collator = None  # TRL's, for one example
         elif not trl_packs:
             collator = checked_collator(
@@ -262,10 +255,7 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
         # Trainer counts every pad token as padding, even a document's eos token.
         if VECTORS in inputs:
             inputs = inputs | {"attention_mask": inputs[VECTORS][:, 0, :, 0] > 0}
-        before = self.state.num_input_tokens_seen
         super()._track_num_input_tokens(inputs)
-        seen = self.state.num_input_tokens_seen - before
-        self.state.num_input_tokens_seen = before + seen // self._rows_per_token
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Compute TRL's loss, and record the batch's tokens, visible keys and mask sparsity."""
@@ -304,23 +294,6 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
     def _label_counts(self, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Return the divisors of a batch's loss and of its entropy and accuracy, float32 []."""
         return label_count(inputs), label_count(inputs)
-
-    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        """Run Trainer's evaluation loop with exact means over learned tokens."""
-        metrics = self._metrics["eval"]
-        metrics.clear()  # an earlier predict leaves its metrics, which are never logged
-        self._evaluated = []
-        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
-        if f"{metric_key_prefix}_loss" in output.metrics and self._evaluated:
-            gathered = self.accelerator.gather(torch.stack(self._evaluated)[None])
-            losses, tokens, scored = gathered.cpu().double().unbind(2)  # [ranks, batches]
-            read = (tokens > 0) & (losses.isfinite() | (not self.args.logging_nan_inf_filter))
-            if read.any():
-                output.metrics[f"{metric_key_prefix}_loss"] = _mean(losses[read], tokens[read])
-            for name in ("entropy", "mean_token_accuracy"):
-                if metrics[name] and scored.sum():
-                    metrics[name] = [_mean(torch.tensor(metrics[name]), scored.sum(0))]
-        return output
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Write TRL's log with `num_tokens`, and `tokens_per_second` and `keys_per_token` since the last log."""
@@ -372,10 +345,6 @@ def _config(model: Any, args: SFTConfig) -> Any:
         return model.config
     options = {"trust_remote_code": args.trust_remote_code} | (args.model_init_kwargs or {})  # as TRL will load it
     return AutoConfig.from_pretrained(model, **options)
-
-
-def _mean(values: Tensor, weights: Tensor) -> float:
-    return ((values * weights).sum() / weights.sum()).item()
 
 
 def _tokens_and_keys(indices: Tensor) -> Tensor:

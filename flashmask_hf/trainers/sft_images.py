@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from accelerate import PartialState
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 
 from flashmask_hf.collators.dataset import first_row, unformatted, warn_of_weights
 from flashmask_hf.collators.rope_index import rope_index_of
@@ -34,15 +34,12 @@ def packs_images(dataset: Any, config: Any) -> bool:
     return any(column in first_row(dataset, "the train dataset") for column in IMAGES)
 
 
-def check_image_options(args: Any, *, parts: int, split: bool, formatting_func: Any) -> None:
+def check_image_options(*, parts: int, split: bool, formatting_func: Any) -> None:
     """Raise a ValueError for options that rows with images do not support."""
-    trl = "TRL packs no images; leave it out, and this trainer packs them"
     refused = {
         "cp_size > 1 (parallelism_config)": (parts > 1, "an image's tokens would be on several ranks; set cp_size=1"),
         "split=True": (split, "images are never cut; leave it out"),
         "formatting_func": (formatting_func, "TRL does not read it with images; apply it before, by dataset.map"),
-        "packing": (args.packing, trl),
-        "padding_free": (args.padding_free, trl),
     }
     for name, (is_set, way) in refused.items():
         if is_set:
@@ -92,6 +89,7 @@ class ImagesMixin:
             return  # a row is a batch
         self.data_collator = RowCollator(collator, self.args.max_length)
         self._packed_by = {"max_length": self.args.max_length, "max_image_tokens": max_image_tokens}
+        self._skip_prepare_dataset = False  # TRL's evaluate then packs what it gets
         packed = each_dataset(self._pack_examples, self.train_dataset, self.eval_dataset)
         self.train_dataset, self.eval_dataset = packed
 
@@ -119,10 +117,3 @@ class ImagesMixin:
         if isinstance(packed, Dataset):
             PartialState().print(packing_report(args, len(dataset), packed, name))
         return packed
-
-    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Run TRL's `evaluate` on packed rows of a dataset of raw examples, or of each in a dict."""
-        given = isinstance(eval_dataset, (Dataset, IterableDataset))
-        if self._packs_images and given and isinstance(self.data_collator, RowCollator):
-            eval_dataset = self._pack_examples(eval_dataset, "eval")
-        return super().evaluate(eval_dataset, *args, **kwargs)

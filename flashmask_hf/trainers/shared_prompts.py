@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import ProcessorMixin
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
+from flashmask_hf.collators.dataset import first_row
 from flashmask_hf.collators.images import add_image_tokens, images_of
 from flashmask_hf.collators.prefixes import sort_key
 from flashmask_hf.collators.rope_index import rope_index_of
@@ -26,12 +27,12 @@ from flashmask_hf.hf.packed.rows import check_compiled
 from flashmask_hf.hf.packed.shared_prefill import shared_prefill
 from flashmask_hf.names import FLASHMASK, PACKED_INDEX, VECTORS
 from flashmask_hf.trainers.callbacks import add_callbacks
-from flashmask_hf.trainers.data_checks import first_rows
+from flashmask_hf.trainers.data_checks import named_datasets
 from flashmask_hf.trainers.formats import refuse_other_keys
 from flashmask_hf.trainers.images import IMAGE_KEYS, SequenceImages, count_padded_rows, prepare_models
 from flashmask_hf.trainers.loading import flashmask_policy, run_packed_models
 from flashmask_hf.trainers.metrics import log_sharing
-from flashmask_hf.trainers.option_checks import prepared_arguments, refuse_liger_losses
+from flashmask_hf.trainers.option_checks import prepared_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +83,10 @@ class SharedPrompts:
             if self.accelerator.num_processes > 1:
                 self.log_multimodal = False  # TRL would wait for ranks without images to gather theirs
         self._rope_index = rope_index_of(self.model)
-        for name, row in first_rows(self).items():
+        for name, dataset in named_datasets(self.train_dataset, self.eval_dataset):
+            if dataset is None:
+                continue
+            row = first_row(dataset, f"the {name} dataset")
             # Environments may make the prompts themselves.
             if "prompt" not in row and getattr(self, "environment_factories", None) is None:
                 columns = ", ".join(row)
@@ -262,7 +266,6 @@ def _check_options(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
         )
     if getattr(args, "use_transformers_continuous_batching", False):
         raise ValueError("use_transformers_continuous_batching does not support packed rows; use vLLM, or leave it out")
-    refuse_liger_losses(args)
 
 
 def _refuse_unread_images(examples: Sequence[Mapping[str, Any]], processing_class: Any) -> None:

@@ -207,7 +207,7 @@ WRONG: dict[str, Any] = {
         {"parallelism_config": ParallelismConfig(cp_size=2)},
         r"cp_size > 1 \(parallelism_config\) with a dataset of images: an image's tokens would be on several ranks",
     ),
-    "packing": ({"packing": True}, "packing with a dataset of images: TRL packs no images"),
+    "packing": ({"packing": True}, "Packing is not supported for vision datasets"),
     "formatting": ({"formatting_func": str}, "formatting_func with a dataset of images: TRL does not read it"),
     "no length": ({"max_length": None}, "max_length is None, but packing needs it"),
     "short": ({"max_length": 8}, "example 0 of the train dataset has .* tokens, .* but max_length is 8"),
