@@ -9,7 +9,9 @@ from typing import Any
 from accelerate.logging import get_logger
 from datasets import Dataset
 
+from flashmask_hf.collators.columns import all_have
 from flashmask_hf.collators.dataset import first_row
+from flashmask_hf.collators.labels import WEIGHT
 
 logger = get_logger(__name__)
 
@@ -122,7 +124,11 @@ def check_examples(trainer: Any) -> None:
 
 
 def check_rows(dataset: Dataset, collator: Any, args: Any, name: str) -> None:
-    """Raise the collator's error for the first invalid row of a prepared dataset, and log how many it will cut."""
+    """Raise an error for the first invalid row of a prepared dataset, and log how many rows the collator will cut."""
+    for column in {WEIGHT, "margin"} & set(dataset.column_names):
+        if not getattr(collator, "score_margin", 0.0):  # which gives pairs a margin, but not ranked answers
+            has = [value is not None for value in dataset[column]]
+            all_have(column, has, [f"example {index} of the {name} dataset, as prepared," for index in range(len(has))])
     found = dataset.map(
         lambda row, index: {"cut": collator.check(row, f"example {index} of the {name} dataset, as prepared,")},
         with_indices=True,

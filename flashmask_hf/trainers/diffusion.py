@@ -71,7 +71,7 @@ class PackedDiffusionTrainer(PackedSFTTrainer):
             )
         if isinstance(args, SFTConfig):
             _refuse_options(args)
-            if data_collator.pad_to_multiple_of is None and isinstance(args.pad_to_multiple_of, int):
+            if data_collator.pad_to_multiple_of is None:
                 data_collator = replace(data_collator, pad_to_multiple_of=args.pad_to_multiple_of)
         for name in ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics", "share_prefixes"):
             if kwargs.get(name):

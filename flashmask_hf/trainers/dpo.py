@@ -15,7 +15,6 @@ from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.utils import global_then_local_main_first
 
-from flashmask_hf.collators.columns import all_have
 from flashmask_hf.collators.dataset import first_row, refuse_transform, unformatted, warn_of_weights
 from flashmask_hf.collators.labels import WEIGHT
 from flashmask_hf.collators.preference import DataCollatorForSharedQuestion
@@ -175,9 +174,6 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, PairWeightsMixin, 
         dataset = data_checks.without_media(unformatted(dataset), dataset_name)
         first = first_row(dataset, f"the {dataset_name} dataset")
         warn_of_weights(first, f"the {dataset_name} dataset", read=WEIGHT)
-        if WEIGHT in first and isinstance(dataset, Dataset):
-            has = [weight is not None for weight in dataset[WEIGHT]]
-            all_have(WEIGHT, has, [f"example {index} of the {dataset_name} dataset" for index in range(len(has))])
         if first.get(WEIGHT) is not None:
             check_pair_weights(args)
         if {"prompt_ids", "chosen_ids", "rejected_ids"} <= set(first):

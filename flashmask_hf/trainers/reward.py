@@ -20,21 +20,15 @@ from flashmask_hf.collators.reward import PADDING, DataCollatorForMultiAnswerRew
 from flashmask_hf.hf.models import unwrap_peft
 from flashmask_hf.hf.packed.rows import check_compiled
 from flashmask_hf.names import PACKED_IDS, PACKED_INDEX, VECTORS
+from flashmask_hf.trainers import data_checks
 from flashmask_hf.trainers.callbacks import add_callbacks
 from flashmask_hf.trainers.context_parallel import context_parallel_size, pad_for_parts
-from flashmask_hf.trainers.data_checks import (
-    check_examples,
-    check_prepared,
-    each_dataset,
-    map_style_datasets,
-    without_media,
-)
 from flashmask_hf.trainers.even_batches import EvenBatchesMixin
 from flashmask_hf.trainers.loading import flashmask_policy, run_packed_models
 from flashmask_hf.trainers.metrics import log_sparsity
 from flashmask_hf.trainers.option_checks import checked_collator, prepared_arguments
 from flashmask_hf.trainers.resume import ResumeMixin
-from flashmask_hf.trainers.reward_data import check_margins, prepare_rows
+from flashmask_hf.trainers.reward_data import prepare_rows
 from flashmask_hf.trainers.reward_losses import LOSSES, pair_mean
 from flashmask_hf.trainers.split_answers import SplitAnswersMixin
 
@@ -135,8 +129,8 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, SplitAnswersMixin,
         args = prepared_arguments(args, model, peft_config, RewardConfig, MultiAnswerRewardConfig)
         if isinstance(processing_class, ProcessorMixin):
             raise ValueError(f"processing_class must be a tokenizer, {_NO_IMAGES}; pass processing_class.tokenizer")
-        as_text = functools.partial(without_media, way=f"remove the column, {_NO_IMAGES}")
-        datasets = each_dataset(as_text, train_dataset, eval_dataset)
+        as_text = functools.partial(data_checks.without_media, way=f"remove the column, {_NO_IMAGES}")
+        datasets = data_checks.each_dataset(as_text, train_dataset, eval_dataset)
         if getattr(peft_config, "task_type", None) == "CAUSAL_LM":
             raise ValueError("peft_config: task_type='CAUSAL_LM' does not save a reward model's head; use 'SEQ_CLS'")
         if args.include_num_input_tokens_seen != "no" or "inputs" in args.include_for_metrics:
@@ -161,7 +155,7 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, SplitAnswersMixin,
         if parts > 1:
             self._start_context_parallel(parts)
         add_callbacks(self, model)
-        check_prepared(self)
+        data_checks.check_prepared(self)
         self.label_names = ["scores"]
         pad_token_id = self.model.config.get_text_config().pad_token_id
         if pad_token_id == getattr(self.processing_class, "eos_token_id", None):
@@ -169,9 +163,7 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, SplitAnswersMixin,
                 "pad_token is eos_token: rewards are trained at the end-of-sequence token, but the saved model's "
                 "forward reads them at the last token that is not padding. Give the tokenizer another pad_token."
             )
-        check_examples(self)
-        if not self.score_margin:
-            check_margins(map_style_datasets(self))
+        data_checks.check_examples(self)
 
     def _prepare_dataset(
         self, dataset: Dataset | IterableDataset, processing_class: Any, args: RewardConfig, dataset_name: str

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -47,17 +46,6 @@ def prepare_rows(
         kept = dataset.filter(_fits, fn_kwargs={"max_length": args.max_length}, **options)
     report_dropped(dataset, kept, name, f"has an answer that brings it over max_length={args.max_length}")
     return kept
-
-
-def check_margins(datasets: Sequence[tuple[str, Dataset]]) -> None:
-    """Raise a ValueError if only some rows of a prepared dataset, given with its name, have margins."""
-    for name, dataset in datasets:
-        missing = [margin is None for margin in dataset["margin"]] if "margin" in dataset.column_names else []
-        if any(missing) and not all(missing):
-            problem = (
-                f"example {missing.index(True)} of the {name} dataset, as prepared, has no margin, but others have"
-            )
-            raise ValueError(f"{problem}; give all one (0.0 for none), or remove the column")
 
 
 def _fits(example: dict[str, Any], max_length: int) -> bool:

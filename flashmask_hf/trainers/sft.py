@@ -160,7 +160,7 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
             collator = checked_collator(
                 data_collator,
                 DataCollatorForPackedLanguageModeling,
-                pad_to_multiple_of=args.pad_to_multiple_of if isinstance(args.pad_to_multiple_of, int) else None,
+                pad_to_multiple_of=args.pad_to_multiple_of,
                 max_position_embeddings=max_position_embeddings,
                 completion_only_loss=None if _prepares_rows(args) else args.completion_only_loss,  # else packing labels
             )

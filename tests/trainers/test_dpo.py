@@ -472,7 +472,7 @@ def test_wrong_weights_of_pairs_raise(model_path, tokenizer, tmp_path, monkeypat
         data = weighed_rows([1.0, 1.0, weight])
         with pytest.raises(ValueError, match=f"weight of example 2 of the train dataset, as prepared, {problem}"):
             make(SharedQuestionDPOTrainer, model_path, tokenizer, tmp_path, data=data)
-    with pytest.raises(ValueError, match="example 1 of the train dataset has no weight, but example 0 of"):
+    with pytest.raises(ValueError, match="example 1 of the train dataset, as prepared, has no weight, but example 0"):
         make(SharedQuestionDPOTrainer, model_path, tokenizer, tmp_path, data=weighed_rows([1.0, None]))
     with pytest.raises(ValueError, match="batch 1 of a step has no weight, but batch 0 of a step has; give it to all"):
         LastBatch()._get_num_items_in_batch([{"pair_weights": torch.ones(2)}, {}], torch.device("cpu"))

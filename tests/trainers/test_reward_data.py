@@ -308,7 +308,9 @@ def test_messages_name_the_row_and_the_dataset(model_path, tokenizer, tmp_path):
 def test_margins_in_only_some_rows_raise_before_the_first_step(model_path, tokenizer, tmp_path):
     data = margin_rows()
     data[3]["margin"] = None
-    with pytest.raises(ValueError, match="example 3 of the train dataset, as prepared, has no margin, but others have"):
+    with pytest.raises(
+        ValueError, match="example 3 of the train dataset, as prepared, has no margin, but example 0 of"
+    ):
         make(MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, data)
     trainer = make(MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, [row | {"margin": None} for row in data])
     assert "margins" not in next(iter(trainer.get_train_dataloader()))
