@@ -101,10 +101,10 @@ def _share(call: Call, minimum: float) -> dict[str, Any]:
 
 def _can_share(call: Call) -> bool:
     """Return whether the shapes of a call's arguments allow to share, and nothing is dropped."""
-    tokens, mask, positions = (call.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
+    tokens, mask, positions = (call.named.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
     if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.shape[1] < 2:
         return False
-    if call.get("use_cache") or cache_of(call.named) is not None:
+    if call.named.get("use_cache") or cache_of(call.named) is not None:
         return False
     if mask is not None and (not isinstance(mask, Tensor) or mask.shape != tokens.shape):
         return False
@@ -138,7 +138,7 @@ def _warn_of_dropout(name: str) -> None:
 def _read(call: Call) -> NDArray[np.int64]:
     """Return token ids, numbers of documents (0 for padding), positions, and document starts, int64 [4, N, L]."""
     ids: Tensor = call.named["input_ids"]
-    mask, positions, segments = (call.get(name) for name in ("attention_mask", "position_ids", "seq_idx"))
+    mask, positions, segments = (call.named.get(name) for name in ("attention_mask", "position_ids", "seq_idx"))
     numbers = torch.ones_like(ids) if mask is None else mask
     if isinstance(segments, Tensor):
         numbers = numbers * (segments + 1)
@@ -152,7 +152,7 @@ def _starts(
     call: Call, numbers: NDArray[np.int64], positions: NDArray[np.int64], starts: NDArray[np.int64]
 ) -> NDArray[np.bool_] | None:
     """Return the first tokens of the documents, bool [N, L]; None if documents have holes or positions of their own."""
-    if call.get("attention_mask") is None and positions[0, 0] > 0:
+    if call.named.get("attention_mask") is None and positions[0, 0] > 0:
         raise ValueError(
             f"position_ids start at {positions[0, 0]}, inside a document, as on a rank that has a part of each row; "
             "share prefixes without sequence parallelism, or let positions start at 0"

@@ -37,7 +37,6 @@ class Call:
 
     Attributes:
         named: its arguments by name, unchecked.
-        get: returns an argument by name, or None.
         indices: the caller's mask indices, unchecked.
         tokens: the input_ids [B, S], else the inputs_embeds [B, S, D], or None.
         positions: positions of the tokens in their documents, [B or 1, S], of whatever axes were given, or None.
@@ -53,7 +52,6 @@ class Call:
         self.is_ours = self.implementation in NAMES
         self.args, self.kwargs = args, kwargs
         self.named = named_arguments(model, args, kwargs)
-        self.get = self.named.get
         self.indices: Any = self.named.get(VECTORS)
         tokens = self.named.get("input_ids")
         tokens = self.named.get("inputs_embeds") if tokens is None else tokens
@@ -113,7 +111,7 @@ class Call:
         if tokens is None or tokens.shape[1] == 1:
             return None
         marks = ("cu_seq_lens_q", "position_ids", "attention_mask")
-        if outer is not None and all(outer.get(x) is self.get(x) for x in marks):
+        if outer is not None and all(outer.named.get(x) is self.named.get(x) for x in marks):
             return outer.documents
         if self.bounds is not None:
             return of_bounds(self.bounds, tokens.shape[1])

@@ -99,7 +99,7 @@ def mask_hook(
     context = TraceContext(batch_size, key_positions, nodes, attention_mask, is_replaced)
     visible = trace(mask_function, context)
     span = None if visible is None else visible.span()
-    if call is not None and call.get("encoder_hidden_states") is not None and (span is None or span[0] != 0):
+    if call is not None and call.named.get("encoder_hidden_states") is not None and (span is None or span[0] != 0):
         call = documents = None  # keys of an encoder
     is_row = (
         same_tokens
@@ -179,7 +179,7 @@ def _has_images_in_windows(call: Call) -> bool:
     calls: list[Call] = [call]
     while calls[-1].outer is not None:
         calls.append(calls[-1].outer)
-    return any(one.get(name) is not None for one in calls for name in ("pixel_values", "pixel_values_videos"))
+    return any(one.named.get(name) is not None for one in calls for name in ("pixel_values", "pixel_values_videos"))
 
 
 def _columns_of(visible: Rows, kv_length: int, q_length: int, q_offset: int | Tensor, ends_together: bool) -> Tensor:

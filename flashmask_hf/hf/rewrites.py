@@ -45,7 +45,7 @@ def _marks_of_text(call: Call) -> set[str]:
     marks = {VECTORS}
     if call.state.has_segments:
         marks |= {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
-    return {name for name in marks if call.get(name) is not None}
+    return {name for name in marks if call.named.get(name) is not None}
 
 
 @rule(REWRITES, "no document boundaries of the text for towers", where=_marks_of_text)
@@ -62,9 +62,9 @@ def _pack(call: Call) -> dict[str, Any] | None:
     if not call.state.takes_packed_rows:
         return None
     require_flashmask(call.model)
-    kept = {x: value for x, value in call.named.items() if x not in (PACKED_IDS, PACKED_POSITIONS, "inputs_embeds")}
-    rows = {"input_ids": call.get(PACKED_IDS), "position_ids": call.get(PACKED_POSITIONS), "attention_mask": None}
-    return kept | rows
+    kept = {name: value for name, value in call.named.items() if name != "inputs_embeds"}
+    kept |= {"input_ids": kept.pop(PACKED_IDS), "position_ids": kept.pop(PACKED_POSITIONS, None)}
+    return kept | {"attention_mask": None}
 
 
 @rule(

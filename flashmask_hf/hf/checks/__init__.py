@@ -32,4 +32,4 @@ def _has_arguments_of_outer(call: Call) -> bool:
     outer = call.outer
     if outer is None or outer.config is not call.config:
         return False
-    return all(outer.get(name) is value for name, value in call.named.items() if value is not None)
+    return all(outer.named.get(name) is value for name, value in call.named.items() if value is not None)

@@ -56,7 +56,7 @@ def hides_more(indices: Tensor, attention_mask: Any, ends: Tensor | None = None)
 
 def _is_ignored(call: Call) -> bool:
     """Return whether mask indices reach another attention that gets no packed rows."""
-    return call.get(PACKED_IDS) is None and text_attention(call) not in NAMES
+    return call.named.get(PACKED_IDS) is None and text_attention(call) not in NAMES
 
 
 def _ends_of_documents(call: Call) -> Tensor:
@@ -66,12 +66,13 @@ def _ends_of_documents(call: Call) -> Tensor:
     cache nor a mask.
     """
     batch, length = call.tokens.shape[:2]
-    positions, axes, use_cache = call.tensor("position_ids", 2), call.tensor("position_ids", 3), call.get("use_cache")
+    positions, axes = call.tensor("position_ids", 2), call.tensor("position_ids", 3)
     if axes is not None and axes.shape[0] == 4:
         positions = axes[0]
+    use_cache = call.named.get("use_cache")
     if use_cache is None:
         use_cache = getattr(call.config.get_text_config(), "use_cache", False)
-    alone = cache_of(call.named) is None and call.get("attention_mask") is None and not use_cache
+    alone = cache_of(call.named) is None and call.named.get("attention_mask") is None and not use_cache
     if "flash" in text_attention(call) and batch > 1:  # FlashAttention finds them in a single row
         alone = False
     if alone and positions is not None and positions.shape[1] == length:
@@ -83,10 +84,10 @@ def marks_documents(call: Call) -> bool:
     """Return whether attention must read the call's mask indices, or positions of whole rows."""
     indices = call.indices
     if indices is None:
-        mask = call.get("attention_mask")
+        mask = call.named.get("attention_mask")
         flat = mask is None or (isinstance(mask, Tensor) and mask.dim() == 2)  # masks of a static cache are made before
         return call.is_ours and flat and call.tensor("position_ids", 2) is not None
-    if call.get(PACKED_IDS) is not None or call.tokens is None:
+    if call.named.get(PACKED_IDS) is not None or call.tokens is None:
         return False
     name = text_attention(call)  # of another attention, other forms are refused where they hide anything
     return name in NAMES or (_covers_tokens(call) and indices.shape[3] == 1 and "flash" not in name)
@@ -99,7 +100,7 @@ def _covers_tokens(call: Call) -> bool:
 
 @rule(CHECKS, "a `FlashMask` as `attention_mask`", "attention_mask", error=TypeError)
 def _takes_no_flash_mask(call: Call) -> Verdict:
-    return not isinstance(call.get("attention_mask"), FlashMask), (
+    return not isinstance(call.named.get("attention_mask"), FlashMask), (
         f"attention_mask is a FlashMask, which transformers does not take; pass {VECTORS}=mask.indices if the "
         "model and the mask are causal, else mask.bidirectional().indices, and no attention_mask"
     )
@@ -176,7 +177,7 @@ def _is_same_mask(call: Call) -> Verdict | None:
     if row != length and not row > length > 1:  # a single token is decoded, with the mask indices among the keywords
         return None
     ends = _ends_of_documents(call) if row == length and indices.shape[3] == 1 else None
-    return row == length and ~hides_more(indices, call.get("attention_mask"), ends).any(), (
+    return row == length and ~hides_more(indices, call.named.get("attention_mask"), ends).any(), (
         f"{VECTORS} hide tokens, but attn_implementation='{text_attention(call)}' ignores them; load with "
         "'flashmask', pass one document per row, or position_ids of whole rows, use_cache=False and no mask"
     )
@@ -193,7 +194,7 @@ def _are_documents_read(call: Call) -> Verdict | None:
     elif call.tensor(VECTORS, 4) is not None and call.indices.shape[2] > call.tokens.shape[1]:
         return None  # a row split over ranks: its layers check the split, and record no read where they are compiled
     else:
-        holds = _covers_tokens(call) and ~hides_more(call.indices, call.get("attention_mask")).any()
+        holds = _covers_tokens(call) and ~hides_more(call.indices, call.named.get("attention_mask")).any()
     other = "" if call.is_ours else "load it with 'flashmask', or "
     return holds, (
         f"{call.name} reads no document boundaries with attn_implementation='{call.implementation}', so documents "

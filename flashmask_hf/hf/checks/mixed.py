@@ -25,9 +25,10 @@ _LABELS_OF_ROWS = ("next_sentence_label", "sentence_order_label")
 
 def _answers_once(call: Call) -> bool:
     """Return whether the head of a model predicts once per row, and not once per token."""
-    if call.get(PACKED_IDS) is not None:  # the rows of `run_packed` have one answer each
+    if call.named.get(PACKED_IDS) is not None:  # the rows of `run_packed` have one answer each
         return False
-    if any(call.get(name) is not None for name in _LABELS_OF_ROWS) or call.name.endswith("ForNextSentencePrediction"):
+    labels = any(call.named.get(name) is not None for name in _LABELS_OF_ROWS)
+    if labels or call.name.endswith("ForNextSentencePrediction"):
         return True  # the loss_type of the latter is None
     return getattr(call.model, "loss_type", None) in _HEADS_OF_ROWS
 
@@ -46,7 +47,7 @@ def _has_other_documents(call: Call, numbers: Tensor, real: Tensor | None) -> Te
 def _has_flat_bounds(call: Call) -> Verdict | None:
     if call.tensor("cu_seq_lens_q", 1) is not None or call.indices is not None:
         return None
-    bounds = call.get("cu_seq_lens_q")
+    bounds = call.named.get("cu_seq_lens_q")
     got = list(bounds.shape) if isinstance(bounds, Tensor) else type(bounds).__name__
     return False, (
         f"cu_seq_lens_q must be a tensor [documents + 1] of one row, got {got}; flatten the batch into one row "
@@ -95,7 +96,8 @@ def _pools_no_images(call: Call) -> Verdict:
 @rule(CHECKS, "`seq_idx` that marks documents which `position_ids` do not mark", "seq_idx", ours=True)
 def _numbers_fit_positions(call: Call) -> Verdict | None:
     numbers = call.tensor("seq_idx", 2)
-    if numbers is None or call.indices is not None or call.get("cu_seq_lens_q") is not None or is_guarded(call.model):
+    is_read = call.indices is not None or call.named.get("cu_seq_lens_q") is not None or is_guarded(call.model)
+    if numbers is None or is_read:
         return None
     return ~_has_other_documents(call, numbers, call.padding), (
         f"seq_idx numbers documents of a row, but the attention of {call.name} does not read it; pass position_ids "

@@ -23,7 +23,7 @@ CHECKS: list[Rule] = []
 
 def counts_from_later(call: Call) -> bool:
     """Return whether a model that counts positions from a later number than 0 gets positions."""
-    return call.is_ours and bool(call.state.first_position) and call.get("position_ids") is not None
+    return call.is_ours and bool(call.state.first_position) and call.named.get("position_ids") is not None
 
 
 def _seen(call: Call) -> tuple[Tensor, Tensor] | None:
@@ -48,7 +48,8 @@ def count_from_first(call: Call) -> dict[str, Any] | None:
 def _lacks_positions(call: Call) -> bool:
     if not call.is_ours or call.state.first_position is None or call.config.is_encoder_decoder:
         return False
-    return call.get("position_ids") is None or "position_ids" not in inspect.signature(call.model.forward).parameters
+    takes_positions = "position_ids" in inspect.signature(call.model.forward).parameters
+    return not takes_positions or call.named.get("position_ids") is None
 
 
 @rule(CHECKS, "documents without positions in a model that embeds positions (GPT-2, BERT)", where=_lacks_positions)
@@ -91,7 +92,7 @@ def _restarts_nowhere(call: Call) -> Verdict | None:
     call.reads += 1  # so that positions of padding are not taken for documents that nothing reads
     before, start, after = positions[:, :-2], positions[:, 1:-1], positions[:, 2:]
     broken = ((before > 0) & (start == 0) & (after == 1)).any()
-    if call.get("cu_seq_lens_q") is None:
+    if call.named.get("cu_seq_lens_q") is None:
         restarts = (positions[:, :-1] > first) & (positions[:, 1:] == first)
         broken = broken | (restarts if real is None else restarts & real[:, 1:]).any()
     return ~broken, (

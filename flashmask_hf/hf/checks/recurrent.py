@@ -34,7 +34,7 @@ def is_guarded(model: Any) -> bool:
 def has_documents(call: Call) -> bool:
     """Return whether a recurrent model gets document boundaries."""
     marks = ("cu_seq_lens_q", "seq_idx", "position_ids") if call.is_ours else ()
-    return call.state.is_recurrent and any(call.get(name) is not None for name in (VECTORS, *marks))
+    return call.state.is_recurrent and any(call.named.get(name) is not None for name in (VECTORS, *marks))
 
 
 def _has_rows(call: Call) -> bool:

@@ -129,8 +129,8 @@ def _shifted_labels(call: Call) -> tuple[FlashMask, Tensor] | None:
     model, mask, labels = call.model, mask_of(call), call.tensor("labels", 2)
     if mask is None or labels is None or mask.indices.shape[1] != 1 or model.base_model is model:
         return None
-    shifts = call.get("shift_labels") is None and model.loss_function is LOSS_MAPPING["ForCausalLM"]
-    return (mask, labels) if shifts and call.get(PACKED_IDS) is None else None
+    shifts = call.named.get("shift_labels") is None and model.loss_function is LOSS_MAPPING["ForCausalLM"]
+    return (mask, labels) if shifts and call.named.get(PACKED_IDS) is None else None
 
 
 @rule(CHECKS, "`labels` of a shard of a row", VECTORS, "labels")

@@ -59,7 +59,7 @@ def _read_layout(call: Call) -> dict[str, Any]:
         problem = f"AsyncGRPO describes its packed row by {sorted(given)}, not by {sorted(_KEYWORDS)}"
         raise ValueError(f"{problem} as TRL 1.16 does; install that version of TRL")
     rest = {name: value for name, value in call.named.items() if name not in _KEYWORDS}
-    return rest | {VECTORS: tree_vectors(call.get("position_ids"), *(given[name] for name in _LAYOUT))}
+    return rest | {VECTORS: tree_vectors(call.named.get("position_ids"), *(given[name] for name in _LAYOUT))}
 
 
 def tree_vectors(position_ids: Tensor | None, kv_index: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 from tools import model_zoo
 from tools.calls import check_call
 from tools.model_pairs import NoSynchronization, assert_near, model_pair, positions, tokens
@@ -24,6 +25,11 @@ JOINED = [
     "bailing_hybrid", "falcon_h1", "falcon_mamba", "jamba", "kimi_linear", "lfm2", "lfm3", "mamba", "mamba2", "minimax",
     "qwen3_5", "recurrent_gemma", "rwkv", "zamba2", "zaya",
 ]  # fmt: skip
+
+hands_on_boundaries = pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.23"),
+    reason="transformers hands the documents' boundaries to kernels since 5.23; before, packed rows raise",
+)
 
 
 @functools.cache
@@ -238,6 +244,7 @@ KERNELS = {
 }
 
 
+@hands_on_boundaries
 @pytest.mark.parametrize("family", [name for name, family in families.FAMILIES.items() if family.kernels])
 def test_kernels_that_keep_documents_apart_get_the_boundaries(family, monkeypatch):
     """With stand-ins for the packages' kernels, which need a GPU, packed equals alone: logits and every gradient."""
@@ -264,6 +271,7 @@ def test_kernels_that_keep_documents_apart_get_the_boundaries(family, monkeypatc
             assert model_zoo._error(got, want[mode]) <= model_zoo.BOUND, (told, mode)
 
 
+@hands_on_boundaries
 @pytest.mark.usefixtures("no_compiled_code")
 @pytest.mark.parametrize(
     ("family", "fullgraph"), [("lfm2", True), pytest.param("qwen3_5_text", False, marks=pytest.mark.full)]
@@ -288,6 +296,7 @@ def test_boundaries_are_the_same_compiled(family, fullgraph, monkeypatch):
         assert rewritten(model, *place).keys() == {*want, "attention_mask"}
 
 
+@hands_on_boundaries
 def test_boundaries_are_those_of_every_row_and_vectors_stay_as_they_are(monkeypatch):
     monkeypatch.setattr(families, "_can_import", lambda _: True)
     model = model_zoo.build("lfm2", "flashmask").base_model
@@ -297,6 +306,7 @@ def test_boundaries_are_those_of_every_row_and_vectors_stay_as_they_are(monkeypa
     assert rewritten(model, input_ids=tokens(1, 6), startend_row_indices=vectors)[VECTORS] is vectors
 
 
+@hands_on_boundaries
 def test_what_kernels_cannot_serve_raises(monkeypatch):
     monkeypatch.setattr(families, "_can_import", lambda _: True)
     model = model_zoo.build("qwen3_5_text", "flashmask")
@@ -309,6 +319,7 @@ def test_what_kernels_cannot_serve_raises(monkeypatch):
         model(**call, past_key_values=cache)
 
 
+@hands_on_boundaries
 def test_boundaries_are_handed_on_by_later_versions_of_transformers_only(monkeypatch):
     monkeypatch.setattr(families, "_can_import", lambda _: True)
     config = model_zoo.config_of("lfm2")
@@ -330,6 +341,7 @@ def test_inputs_that_are_no_tokens_are_left_alone():
     check_call(cached("lfm2").model, input_features=torch.ones(1, 6, 4), position_ids=positions([3, 3]))
 
 
+@hands_on_boundaries
 def test_missing_kernels_are_named():
     with pytest.raises(ValueError, match="run it on a GPU with causal-conv1d and flash-linear-attention installed, or"):
         cached("qwen3_5")(input_ids=tokens(1, 6), position_ids=positions([3, 3]))
