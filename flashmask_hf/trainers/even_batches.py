@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 from collections.abc import Iterator
 from itertools import islice
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 import torch.utils.data
 from accelerate.data_loader import BatchSamplerShard
-from accelerate.utils import broadcast_object_list, send_to_device
+from accelerate.utils import broadcast_object_list, recursively_apply, send_to_device
 from datasets import IterableDataset
 from datasets.distributed import split_dataset_by_node
 
@@ -36,6 +37,8 @@ class EvenBatchesMixin:
         if isinstance(dataset, IterableDataset) and self.accelerator.num_processes > 1:
             dataset = copy.copy(dataset)
             dataset.__class__ = _DealtStream
+            if self._copies == 1 and not isinstance(self.accelerator.gather, functools.partial):
+                self.accelerator.gather = functools.partial(_gather_unequal, self.accelerator.gather)
         loader = super()._get_dataloader(dataset, *args, is_training=is_training, **kwargs)
         sampler = getattr(loader, "batch_sampler", None)
         if not is_training and isinstance(sampler, BatchSamplerShard) and self._idle_batch({}) is not None:
@@ -113,6 +116,21 @@ class _EvenBatches:
                     batch = self.trainer._idle_batch(last)
             last = batch
             yield batch
+
+
+def _gather_unequal(gather: Any, data: Any) -> Any:
+    """Gather nested tensors of which ranks may have unequal numbers of rows, as in the last batches of a stream."""
+
+    def gather_one(x: torch.Tensor) -> torch.Tensor:
+        if not x.dim():
+            return gather(x)
+        sizes = gather(torch.tensor([len(x)], device=x.device)).tolist()
+        padded = x.new_zeros(max(sizes), *x.shape[1:])
+        padded[: len(x)] = x
+        parts = gather(padded).split(max(sizes))
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    return recursively_apply(gather_one, data)
 
 
 def _mean(values: torch.Tensor, weights: torch.Tensor) -> float:

@@ -61,8 +61,8 @@ class PairWeightsMixin:
             return super().prediction_step(model, inputs, *args, **kwargs)
         weights = inputs[PAIR_WEIGHTS].to(self.accelerator.device)
         places = torch.arange(len(weights), device=weights.device)
-        places += self.accelerator.process_index // self._copies * len(weights)
-        weights = weights * (places < len(self.accelerator.gather_for_metrics(weights)))  # accelerate repeats pairs
+        places += self.accelerator.process_index // self._copies << 32
+        weights = weights * torch.isin(places, self.accelerator.gather_for_metrics(places))  # accelerate repeats pairs
         step = super().prediction_step(model, {**inputs, PAIR_WEIGHTS: weights}, *args, **kwargs)
         mean = step[0].detach().float() * len(weights) / weights.sum()
         self._evaluated.append(torch.stack([mean, weights.sum()]) * self._counts_rows)

@@ -458,7 +458,7 @@ class LastBatch(EvenBatchesMixin, pair_weights.PairWeightsMixin, Stock):
         num_processes=1,
         process_index=1,
         gather=lambda x: x,
-        gather_for_metrics=lambda _: torch.zeros(7),
+        gather_for_metrics=lambda _: torch.arange(3) + 2**32,
     )
 
 

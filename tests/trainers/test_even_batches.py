@@ -83,6 +83,8 @@ def test_shared_prefixes_on_two_processes_are_stock(found):
 class Stock:
     """Trainer's part of what the mixin extends."""
 
+    _copies = 1
+
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list, Any]:
         return list(epoch_iterator), None
 
