@@ -22,8 +22,12 @@ class ResumeMixin:
         """Return the number of tokens so far over all ranks. Every rank must call this."""
         return int(self._total_train_tokens)
 
+    def _row_options(self) -> dict[str, Any]:
+        """Return what decides which rows the steps so far have read, by name."""
+        return {"rows per optimizer step": self.get_total_train_batch_size(self.args), **(self._packed_by or {})}
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        own: dict[str, Any] = {"num_tokens": self._count_tokens(), "packed_by": self._packed_by}
+        own: dict[str, Any] = {"num_tokens": self._count_tokens(), "packed_by": self._row_options()}
         if isinstance(self.train_dataset, torch.utils.data.IterableDataset):
             epoch, part = divmod(self.state.epoch, 1)  # part of max_steps * gradient_accumulation_steps batches
             own["place"] = int(epoch), round(part * self.state.max_steps * self.args.gradient_accumulation_steps)
@@ -34,13 +38,13 @@ class ResumeMixin:
         """Restore the number of tokens, right after Trainer has read a checkpoint's state.
 
         Raises:
-            ValueError: options of packing differ from the checkpoint's.
+            ValueError: options of packing, or the rows per step of all ranks, differ from the checkpoint's.
         """
         own = self.state.stateful_callbacks.pop(_KEY, {}).get("attributes", {})
         self._place = own.get("place")
         self._total_train_tokens = own.get("num_tokens", self._total_train_tokens)
         before = own.get("packed_by") or {}
-        for name, value in (self._packed_by or {}).items():
+        for name, value in self._row_options().items():
             if before.get(name, value) != value and not self.args.ignore_data_skip:
                 problem = f"{name} must be {before[name]!r}, as in the checkpoint, got {value!r}"
                 raise ValueError(f"{problem}; set it back, or set ignore_data_skip=True to start the epoch anew")

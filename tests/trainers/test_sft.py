@@ -188,6 +188,8 @@ def test_a_resumed_run_counts_on_and_refuses_rows_that_are_packed_otherwise(tmp_
         trainer_of(packing=True).train(resume_from_checkpoint=checkpoint)
     with pytest.raises(ValueError, match="share_prefixes must be False, as in the checkpoint, got True"):
         trainer_of(share_prefixes=True).train(resume_from_checkpoint=checkpoint)
+    with pytest.raises(ValueError, match="rows per optimizer step must be 1, as in the checkpoint, got 2; set it back"):
+        trainer_of(gradient_accumulation_steps=2).train(resume_from_checkpoint=checkpoint)
     trainer_of(16, ignore_data_skip=True, max_steps=3).train(resume_from_checkpoint=checkpoint)
 
 
