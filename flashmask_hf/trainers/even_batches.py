@@ -23,12 +23,10 @@ class EvenBatchesMixin:
     Each rank reads its own shards of a stream if they divide evenly, otherwise every n-th row. Epochs and evaluations
     end with the rank with the fewest rows, without batches that do not fill a training step: Trainer would add their
     gradients to the next epoch's. With an `_idle_batch`, all rows are evaluated. Evaluations report exact means over
-    what `_evaluated` weighs.
+    batches of unequal weight, which `prediction_step` must `_record`.
     """
 
     _ended: Any = None  # the iterator of a stream's epoch that has ended
-    _evaluated: list[torch.Tensor]
-    """Of each batch of an evaluation: mean loss, its weight and, optionally, the weight of TRL's token metrics."""
 
     def _idle_batch(self, batch: dict[str, Any]) -> dict[str, Any] | None:
         """Return a batch of the same form that adds nothing to metrics, or None."""
@@ -56,11 +54,22 @@ class EvenBatchesMixin:
             self._ended, batches = epoch_iterator, []
         return super().get_batch_samples(iter(batches), num_batches, device)
 
+    def _read_once(self, count: int) -> torch.Tensor:
+        """Return 1 for each row of an evaluation's batch, 0 for rows that accelerate repeats, float32 [count]."""
+        places = torch.arange(count, device=self.accelerator.device)
+        places += self.accelerator.process_index // self._copies << 32
+        return torch.isin(places, self.accelerator.gather_for_metrics(places)).float()
+
+    def _record(self, loss: torch.Tensor, *weights: torch.Tensor) -> None:
+        """Record the mean loss of a batch, its weight and, optionally, the weight of TRL's token metrics."""
+        counts = [weight.to(loss.device) * self._counts_rows for weight in weights]
+        vars(self).setdefault("_evaluated", []).append(torch.stack([loss.detach().float(), *counts]))
+
     def evaluation_loop(self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
         """Run Trainer's evaluation loop on as many batches on every rank, with exact means."""
         metrics = self._metrics["eval"]
         metrics.clear()  # an earlier predict leaves its metrics, which are never logged
-        self._evaluated = []
+        self._evaluated: list[torch.Tensor] = []
         if self.accelerator.num_processes > 1:
             dataloader = _EvenBatches(dataloader, self)
         output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)

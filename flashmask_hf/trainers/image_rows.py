@@ -10,10 +10,10 @@ from io import BytesIO
 from typing import Any
 
 import transformers
-from accelerate import PartialState
 from datasets import Dataset, IterableDataset
 from torch import Tensor
 from trl.data_utils import apply_chat_template, is_conversational, prepare_multimodal_messages
+from trl.trainer.utils import global_then_local_main_first
 
 from flashmask_hf.collators.bins import best_fit_decreasing
 from flashmask_hf.collators.dataset import EXAMPLE, refuse_transform, whole
@@ -186,7 +186,7 @@ def pack_examples(
         )
         return packed.map(_decoded, fn_kwargs={"features": features}) if features else packed
     features = dataset.to_iterable_dataset().decode(False).features
-    with PartialState().main_process_first():  # others read the cache
+    with global_then_local_main_first():  # others read the cache
         measured = dataset.with_format("arrow").map(
             lengths_of.of_table,
             batched=True,

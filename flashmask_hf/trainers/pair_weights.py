@@ -56,16 +56,14 @@ class PairWeightsMixin:
             return super()._compute_loss(with_changed_outputs(model, weigh), inputs, return_outputs)
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run TRL's `prediction_step`, and record the weighed loss of the batch's pairs and their weights."""
-        if PAIR_WEIGHTS not in inputs:
-            return super().prediction_step(model, inputs, *args, **kwargs)
-        weights = inputs[PAIR_WEIGHTS].to(self.accelerator.device)
-        places = torch.arange(len(weights), device=weights.device)
-        places += self.accelerator.process_index // self._copies << 32
-        weights = weights * torch.isin(places, self.accelerator.gather_for_metrics(places))  # accelerate repeats pairs
-        step = super().prediction_step(model, {**inputs, PAIR_WEIGHTS: weights}, *args, **kwargs)
-        mean = step[0].detach().float() * len(weights) / weights.sum()
-        self._evaluated.append(torch.stack([mean, weights.sum()]) * self._counts_rows)
+        """Run TRL's `prediction_step`, and record the mean loss of the batch's pairs and their weight."""
+        weights = self._read_once(len(inputs["attention_mask"]) // 2)
+        if PAIR_WEIGHTS in inputs:
+            weights = weights * inputs[PAIR_WEIGHTS].to(weights.device)
+            inputs = {**inputs, PAIR_WEIGHTS: weights}
+        step = super().prediction_step(model, inputs, *args, **kwargs)
+        mean = step[0] * len(weights) / weights.sum() if PAIR_WEIGHTS in inputs else step[0]
+        self._record(mean, weights.sum())
         return step
 
 

@@ -235,6 +235,12 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, SplitAnswersMixin,
         """Return Trainer's estimate for the packed rows; `input_ids` has only answers' last tokens."""
         return super().floating_point_ops(inputs | {"input_ids": inputs[PACKED_IDS]})
 
+    def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run Trainer's `prediction_step`, and record the loss of the batch's questions and their number."""
+        step = super().prediction_step(model, inputs, *args, **kwargs)
+        self._record(step[0], self._read_once(len(inputs["answer_counts"])).sum())
+        return step
+
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
         """Run Trainer's `predict` on raw or tokenized rows, without rows over `args.max_length`."""
         prepared = self._prepare_dataset(test_dataset, self.processing_class, self.args, "test")

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
+from trl.trainer.utils import global_then_local_main_first
 
 from flashmask_hf.collators.dataset import first_row, pack_dataset, unformatted, warn_of_weights
 from flashmask_hf.collators.labels import MASK_COLUMNS, WEIGHT
@@ -222,7 +223,7 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
         )
         if "seq_lengths" in first:
             return tokenized  # packed already
-        with PartialState().main_process_first():  # others read the cache
+        with global_then_local_main_first():  # others read the cache
             packed = pack_dataset(
                 tokenized,
                 args.max_length,
@@ -287,8 +288,7 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
         """Run Trainer's `prediction_step`, and record the batch's loss and learned tokens."""
         step = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         if step[0] is not None and inputs.get("labels") is not None:
-            counts = [x.to(step[0].device) * self._counts_rows for x in self._label_counts(inputs)]
-            self._evaluated.append(torch.stack([step[0].detach().float(), *counts]))
+            self._record(step[0], *self._label_counts(inputs))
         return step
 
     def _label_counts(self, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:

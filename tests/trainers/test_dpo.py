@@ -310,8 +310,10 @@ def test_training_follows_stock_trl(options, model_path, tokenizer, tmp_path):
     for name, value in other.items():
         if "runtime" not in name and "per_second" not in name:
             assert one[name] == pytest.approx(value, rel=1e-6, abs=1e-6), name
-    fresh = Dataset.from_list(preference_rows(3, seed=4))
-    assert shared.evaluate(fresh)["eval_loss"] == pytest.approx(stock.evaluate(fresh)["eval_loss"], rel=1e-6)
+    fresh = Dataset.from_list(preference_rows(5, seed=4))
+    expected = pytest.approx(stock.evaluate(fresh)["eval_loss"], rel=1e-6)
+    for rows in (fresh, fresh.to_iterable_dataset()):  # TRL's mean over a stream's unequal batches is another
+        assert shared.evaluate(rows)["eval_loss"] == expected
 
 
 @pytest.mark.filterwarnings("ignore:The `'keep_end'` truncation mode is deprecated:FutureWarning")
@@ -463,7 +465,8 @@ class LastBatch(EvenBatchesMixin, pair_weights.PairWeightsMixin, Stock):
 
 
 def test_pairs_that_fill_the_last_batch_of_an_evaluation_do_not_count():
-    found = LastBatch().evaluation_loop({"pair_weights": torch.tensor([1.0, 0.0, 2.0, 4.0])})
+    weights = torch.tensor([1.0, 0.0, 2.0, 4.0])
+    found = LastBatch().evaluation_loop({"attention_mask": torch.ones(8), "pair_weights": weights})
     assert found.metrics == {"eval_loss": pytest.approx((1 * 3 + 2 * 7) / 3, rel=8 * FLOAT32)}
 
 

@@ -336,7 +336,7 @@ def test_a_streamed_dataset_trains_and_evaluates(model_path, tokenizer, tmp_path
 
     streamed = make(
         MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, IterableDataset.from_generator(too_long),
-        max_steps=4, per_device_train_batch_size=2, max_length=60,
+        max_steps=4, per_device_train_batch_size=2, per_device_eval_batch_size=3, max_length=60,
         eval_dataset={"held_out": IterableDataset.from_generator(stream)},
     )  # fmt: skip
     whole = make(
@@ -345,7 +345,9 @@ def test_a_streamed_dataset_trains_and_evaluates(model_path, tokenizer, tmp_path
     )  # fmt: skip
     assert not streamed.args.accelerator_config.dispatch_batches
     assert [e["loss"] for e in losses_of(streamed)] == pytest.approx([e["loss"] for e in losses_of(whole)], rel=1e-5)
-    assert streamed.evaluate()["eval_accuracy_of_2_answers"] > 0
+    found, expected = streamed.evaluate(), whole.evaluate(Dataset.from_list(preference_rows()))
+    assert found["eval_accuracy_of_2_answers"] > 0
+    assert found["eval_held_out_loss"] == pytest.approx(expected["eval_loss"], rel=1e-5)  # of batches of 3, 3 and 2
 
 
 def test_losses_and_rewards_of_a_sixteen_bit_model_are_float32(model_path, tokenizer, tmp_path, monkeypatch):
