@@ -8,11 +8,12 @@ import tempfile
 import zlib
 from typing import Any
 
+import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
 from tools.context_parallel_cases import use_fsdp_on_cpu
-from tools.tiny import trainer_settings
+from tools.tiny import keep_float64, trainer_settings
 from tools.vision import picture, tiny_model, tiny_processor, words
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
@@ -108,14 +109,15 @@ def trained(kind: str, *, sharded: bool, **options: Any) -> Any:
         settings |= {"gradient_accumulation_steps": 1, "dataloader_pin_memory": False}
         settings |= {"use_cpu": size == 1 or not sharded, "learning_rate": 0.01}
         data = rows([(2, 2)], [(2, 2)], [], [(2, 4)], answers=is_dpo)
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+            keep_float64(patch)
             trainer = make(kind, data, folder, True, **settings | options)
             trainer.train()
         os.environ.pop("ACCELERATE_USE_FSDP", None)
         norms = {}
         for name, x in trainer.model.named_parameters():
             value = (x.full_tensor() if isinstance(x, DTensor) else x).detach()
-            norms[name.replace("_fsdp_wrapped_module.", "")] = value.double().norm().item()
+            norms[name.replace("_fsdp_wrapped_module.", "")] = value.norm().item()
         return {"losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], "norms": norms}
 
     return case
@@ -131,7 +133,7 @@ CASES = {
 
 
 def make(kind: str, data: Dataset, out: Any, ours: bool, **options: Any) -> Any:
-    """Return a trainer of a tiny model in float32.
+    """Return a trainer of a tiny model.
 
     Args:
         kind: of `tools.vision.KINDS`.
@@ -139,9 +141,9 @@ def make(kind: str, data: Dataset, out: Any, ours: bool, **options: Any) -> Any:
         out: output folder.
         ours: whether this package's trainer, or TRL's.
         options: of the trainer's configuration; and "algorithm", a key of `CLASSES`, "lora", "reference" (DPO: a given
-            one), "processor", "share" and "exact_ratios".
+            one), "processor", "share", "exact_ratios" and "dtype", float64 unless given.
     """
-    algorithm = options.pop("algorithm", "grpo")
+    algorithm, dtype = options.pop("algorithm", "grpo"), options.pop("dtype", torch.float64)
     stock_config, stock, our_config, shared = CLASSES[algorithm]
     sharing = {name: options.pop(name) for name in ("share", "exact_ratios") if name in options}
     keywords: dict[str, Any] = {}
@@ -160,9 +162,9 @@ def make(kind: str, data: Dataset, out: Any, ours: bool, **options: Any) -> Any:
     settings |= {"lr_scheduler_type": "constant"} | options
     attention = "flashmask" if ours else "sdpa"
     if settings.pop("reference", False):
-        keywords["ref_model"] = tiny_model(kind, attention, torch.float32)
+        keywords["ref_model"] = tiny_model(kind, attention, dtype)
     args = our_config(**settings, **sharing) if ours else stock_config(**settings)
-    model = tiny_model(kind, attention, torch.float32)
+    model = tiny_model(kind, attention, dtype)
     if settings.get("beta", 0.1) and not keywords.keys() & {"peft_config", "ref_model"}:
         model.save_pretrained(out)  # TRL loads the reference by the policy's name
         model.config._name_or_path = str(out)

@@ -20,11 +20,13 @@ import transformers
 import trl
 from datasets import Dataset
 from peft import LoraConfig, PrefixTuningConfig
-from tools.grpo import CLASSES, STEPS, VLLM, WEIGHT_BOUND, prompts, reward, run, save_models
+from tools.grpo import CLASSES, STEPS, VLLM, prompts, reward, run, save_models
 from tools.recipes import FSDP_ON_CPU, RECIPES
 from tools.support import requires
 from tools.tiny import (
     CHECKPOINTING,
+    EXACT,
+    FLOAT32,
     TRAINER_WARNINGS,
     VOCAB,
     llama_config,
@@ -45,12 +47,13 @@ from flashmask_hf.trainers.shared_prompts import group_prompts, pack_completions
 
 pytestmark = [
     *TRAINER_WARNINGS,
+    pytest.mark.usefixtures("float64"),
     pytest.mark.filterwarnings("ignore:.*trl.experimental:UserWarning"),
     pytest.mark.filterwarnings("ignore:You are using 'rollout_func':UserWarning"),
 ]
 
-LOSS_BOUND = {"rel": 1e-4, "abs": 2e-6}
-"""Bound of losses and metrics. Sums of float32 in another order; a run of ten steps adds up what differs."""
+LOGGED = {"rel": FLOAT32, "abs": FLOAT32}
+"""Bound of losses and metrics: rewards and advantages are float32, too."""
 
 
 @pytest.fixture(scope="module")
@@ -157,9 +160,9 @@ def test_whole_runs(name, checkpoints, tokenizer, tmp_path, monkeypatch):
         for key, value in two.items():
             if "time" in key or "runtime" in key or "per_second" in key or (grouped and key.startswith(MOVED)):
                 continue
-            assert one[key] == pytest.approx(value, **LOSS_BOUND, nan_ok=True), key
+            assert one[key] == pytest.approx(value, **LOGGED, nan_ok=True), key
     for key, expected in expected_weights.items():
-        torch.testing.assert_close(weights[key], expected, rtol=0, atol=WEIGHT_BOUND, msg=lambda m, k=key: f"{k}: {m}")
+        torch.testing.assert_close(weights[key], expected, rtol=0, atol=EXACT, msg=lambda m, k=key: f"{k}: {m}")
     assert all(0 <= entry["shared_tokens_saved"] < 1 for entry in ours[:-1])
     assert sum(entry["shared_tokens_saved"] for entry in ours[:-1]) > 0
 
@@ -171,7 +174,7 @@ def test_whole_runs(name, checkpoints, tokenizer, tmp_path, monkeypatch):
 def test_the_gpu_equals_stock_trl(options, checkpoints, tokenizer, tmp_path):
     """In float32. TRL's head rounds its inputs to TensorFloat32, which enlarges what differs."""
     requires("gpu")
-    options = {"max_steps": 4, "use_cpu": False} | options
+    options = {"max_steps": 4, "use_cpu": False, "dtype": "float32"} | options
     ours, weights, trainer = run(True, checkpoints, tokenizer, tmp_path, options)
     assert trainer.accelerator.device.type == "cuda"
     stock, expected, _ = run(False, checkpoints, tokenizer, tmp_path, options)
@@ -198,6 +201,7 @@ def check_bfloat16(share, device, tokenizer, folder):
             torch.nn.init.normal_(parameter, std=0.2)
     model.save_pretrained(folder / "llama")
     common = {"use_cpu": device == "cpu", "max_steps": 1, "per_device_train_batch_size": 8, "beta": 0.1}
+    common["dtype"] = "float32"
     steps = []
     for ours, options in ((True, {"bf16": True, "share": share}), (False, {"bf16": True}), (False, {})):
         log, weights, trainer = run(ours, {"llama": str(folder / "llama")}, tokenizer, folder, common | options)
@@ -232,7 +236,7 @@ def test_a_run_that_resumes(checkpoints, tokenizer, tmp_path):
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         assert len(losses) == STEPS
         found.append(losses)
-    assert found[0] == pytest.approx(found[1], **LOSS_BOUND)
+    assert found[0] == pytest.approx(found[1], **LOGGED)
 
 
 @pytest.mark.full
@@ -248,9 +252,9 @@ def test_a_compiled_policy(checkpoints, tokenizer, tmp_path):
     )
     plain, expected, _ = run(False, checkpoints, tokenizer, tmp_path, {"max_steps": 2})
     for one, two in zip(compiled, plain, strict=True):
-        assert one["loss"] == pytest.approx(two["loss"], **LOSS_BOUND)
+        assert one["loss"] == pytest.approx(two["loss"], **LOGGED)
     for name, x in expected.items():
-        torch.testing.assert_close(weights[name.removeprefix("_orig_mod.")], x, rtol=0, atol=WEIGHT_BOUND)
+        torch.testing.assert_close(weights[name.removeprefix("_orig_mod.")], x, rtol=0, atol=EXACT)
 
 
 @pytest.mark.parametrize("window", [1, 2, 4])
@@ -346,7 +350,7 @@ def test_learned_positions_count_from_the_first_token(tokenizer, tmp_path):
     config = transformers.GPT2Config(
         vocab_size=VOCAB, n_positions=32, n_embd=32, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=1
     )
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="flashmask")
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="flashmask", dtype=torch.float64)
     torch.nn.init.normal_(model.transformer.wpe.weight, std=0.5)
     alone = copy.deepcopy(model)
     args = SharedPromptGRPOConfig(**trainer_settings(tmp_path), num_generations=4)
@@ -360,14 +364,14 @@ def test_learned_positions_count_from_the_first_token(tokenizer, tmp_path):
         for row in range(4):
             real = ids[row, mask[row].bool()][None]
             want = alone.eval()(real).logits.log_softmax(-1)[0, :-1].gather(1, real[0, 1:, None])[-4:, 0]
-            torch.testing.assert_close(got[row], want, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(got[row], want, rtol=EXACT, atol=EXACT)
 
 
 @pytest.mark.parametrize("share", ["prompts", "tokens"])
 def test_a_completion_never_affects_another(share, checkpoints, tokenizer, tmp_path):
     """Another last token of one completion leaves the log-probabilities of all others as they are."""
     args = SharedPromptGRPOConfig(**trainer_settings(tmp_path), num_generations=4, share=share)
-    model = AutoModelForCausalLM.from_pretrained(checkpoints["llama"], attn_implementation="flashmask")
+    model = AutoModelForCausalLM.from_pretrained(checkpoints["llama"], attn_implementation="flashmask").double()
     trainer = SharedPromptGRPOTrainer(model.eval(), reward, args, prompts(), processing_class=tokenizer)
     ids = torch.cat(
         [torch.tensor([[0, 5, 6, 7]]).repeat(4, 1), torch.tensor([[8, 9, 10], [8, 9, 11], [8, 12, 13], [8, 9, 10]])], 1
@@ -378,8 +382,8 @@ def test_a_completion_never_affects_another(share, checkpoints, tokenizer, tmp_p
     with torch.no_grad():
         one, two = (trainer._get_per_token_logps_and_entropies(model, x, mask, 3)[0] for x in (ids, other))
     rows = [0, 2, 3]
-    torch.testing.assert_close(one[rows], two[rows], rtol=0, atol=1e-6)
-    torch.testing.assert_close(one[1, :2], two[1, :2], rtol=0, atol=1e-6)
+    torch.testing.assert_close(one[rows], two[rows], rtol=0, atol=EXACT)
+    torch.testing.assert_close(one[1, :2], two[1, :2], rtol=0, atol=EXACT)
     assert (one[1, 2] - two[1, 2]).abs() > 1e-4
 
 
@@ -569,7 +573,7 @@ def test_two_processes(config, options, tmp_path):
     runs = json.loads((tmp_path / "runs.json").read_text())
     for one, two in zip(runs["ours"], runs["stock"], strict=True):
         for key in ("loss", "grad_norm", "reward"):
-            assert one[key] == pytest.approx(two[key], rel=2e-4, abs=5e-6), key
+            assert one[key] == pytest.approx(two[key], **LOGGED), key
         assert 0 <= one["shared_tokens_saved"] < 1
 
 

@@ -112,7 +112,7 @@ def reward_model(folder, *, data=None, **changes):
 
 def reinforcement(folder, **changes):
     saved_model(folder / "model")
-    options = {"max_steps": 1, "beta": 0.1, **changes}
+    options = {"max_steps": 1, "beta": 0.1, "dtype": "float32", **changes}
     *steps, evaluated = grpo.run(
         True, {"llama": folder / "model"}, word_tokenizer(), folder, options, evaluate=True
     )[0]  # fmt: skip
@@ -123,7 +123,8 @@ IMAGE_ROWS = aligned_images.rows([(2, 2)], [], [(2, 4)], [(2, 2)], answers=True)
 
 
 def image_preferences(folder, **changes):
-    return finish(aligned_images.make("llava", IMAGE_ROWS, folder, True, algorithm="dpo", reference=True, **changes))
+    options = {"algorithm": "dpo", "reference": True, "dtype": torch.float32, **changes}
+    return finish(aligned_images.make("llava", IMAGE_ROWS, folder, True, **options))
 
 
 RUNS: dict[str, tuple[Any, dict[str, int]]] = {
