@@ -18,10 +18,12 @@ _apply = monkey_patch.apply_monkey_patch
 
 @functools.wraps(_apply)
 def _apply_monkey_patch(model: Any, ulysses_sp_size: int = 1, *args: Any, **kwargs: Any) -> Any:
+    config = vars(model.config)
     if model.config._attn_implementation == FLASHMASK:
         refuse_ranks("ulysses_sequence_parallel_size", ulysses_sp_size)
+        config.pop("attn_implementation", None)  # of override_config; checkpoints would hold it, and load nowhere else
     result = _apply(model, ulysses_sp_size, *args, **kwargs)
-    share_if(vars(model.config).pop("flashmask_share_prefixes", False), model)
+    share_if(config.pop("flashmask_share_prefixes", False), model)
     return result
 
 
