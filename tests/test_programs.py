@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tools.tiny import llama_config, word_tokenizer
+from tools.tiny import EXACT, assert_exact, gradients_of, llama_config, word_tokenizer
 from transformers import AutoModelForCausalLM, BertConfig, BertModel
 
 import flashmask_hf
@@ -39,7 +39,7 @@ def module(name):
 def assert_as_alone(logits, model):
     """Assert that the logits [1, S, V] of the packed documents are the logits of each alone."""
     alone = [model(input_ids=document[None], use_cache=False).logits for document in DOCUMENTS]
-    torch.testing.assert_close(logits[:, : sum(map(len, DOCUMENTS))], torch.cat(alone, 1), rtol=1e-4, atol=1e-5)
+    assert_exact([logits[:, : sum(map(len, DOCUMENTS))]], [torch.cat(alone, 1)])
 
 
 @pytest.fixture
@@ -56,25 +56,26 @@ def sentence_transformer(path, attention):
     library = pytest.importorskip("sentence_transformers")
     dropout = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
     options = {"model_kwargs": {"attn_implementation": attention}, "config_kwargs": dropout, "device": "cpu"}
-    return library.SentenceTransformer(path, **options)
+    return library.SentenceTransformer(path, **options).double()
 
 
 def attention_of(model):
     return model[0].auto_model.config._attn_implementation
 
 
+@pytest.mark.usefixtures("float64")
 def test_sentence_transformers_encode_and_learn_the_same(encoder):
     embeddings, gradients = [], []
     for attention in ("flashmask", "eager"):
         model = sentence_transformer(encoder, attention)
         assert attention_of(model) == attention
-        embeddings.append(torch.from_numpy(model.encode(TEXTS)))
+        embeddings.append([torch.from_numpy(model.encode(TEXTS))])
         features = model.train().preprocess(TEXTS)
         model(features)["sentence_embedding"].square().cumsum(0).sum().backward()
-        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-    torch.testing.assert_close(*embeddings)
+        gradients.append(list(gradients_of(model).values()))
+    assert_exact(*embeddings)
     assert len(gradients[0]) > 20
-    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+    assert_exact(*gradients)
 
 
 def test_setfit_takes_a_body_and_drops_model_kwargs(encoder):
@@ -98,6 +99,7 @@ def causal(tmp_path):
     return str(tmp_path)
 
 
+@pytest.mark.usefixtures("float64")
 def test_rerankers_share_the_query(causal):
     """Scores and gradients of one query's documents."""
     library, modules = pytest.importorskip("sentence_transformers"), module("sentence_transformers.base.modules")
@@ -108,17 +110,18 @@ def test_rerankers_share_the_query(causal):
     for attention in ("flashmask", "eager"):
         options = {"attn_implementation": attention}
         part = modules.Transformer(causal, transformer_task="text-generation", model_kwargs=options)
-        reranker = library.CrossEncoder(modules=[part, logit_score(20, 21)], device="cpu")
+        reranker = library.CrossEncoder(modules=[part, logit_score(20, 21)], device="cpu").double()
         if attention == "flashmask":
             flashmask_hf.share_prefixes(reranker[0].model)
-        scores.append(torch.from_numpy(reranker.predict(pairs)))
+        scores.append([torch.from_numpy(reranker.predict(pairs))])
         reranker.train()(reranker.preprocess(pairs))["scores"].square().sum().backward()
-        gradients.append(torch.cat([p.grad.flatten() for p in reranker.parameters()]))
+        gradients.append([p.grad for p in reranker.parameters()])
     assert _pack.cache_info().misses
-    torch.testing.assert_close(*scores, rtol=1e-5, atol=1e-6)
-    assert (gradients[0] - gradients[1]).norm() < 4e-6 * gradients[1].norm()
+    assert_exact(*scores)
+    assert_exact(*gradients)
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("share", [False, True])
 def test_lm_eval_scores_the_same(causal, share):
     """Shared are the contexts of multiple choices."""
@@ -133,14 +136,14 @@ def test_lm_eval_scores_the_same(causal, share):
     scores = []
     _pack.cache_clear()
     for attention in ("flashmask", "eager"):
-        model = huggingface.HFLM(causal, attn_implementation=attention, device="cpu", batch_size=9)
+        model = huggingface.HFLM(causal, attn_implementation=attention, device="cpu", batch_size=9, dtype="float64")
         assert model.model.config._attn_implementation == attention
         if share and attention == "flashmask":
             flashmask_hf.share_prefixes(model.model)
-        scores.append(torch.tensor([score for score, _ in model.loglikelihood(requests)]))
+        scores.append([score for score, _ in model.loglikelihood(requests)])
     assert bool(_pack.cache_info().misses) == share
-    torch.testing.assert_close(*scores, rtol=1e-5, atol=1e-5)
-    assert len(set(scores[0].tolist())) == len(requests)
+    assert scores[0] == pytest.approx(scores[1], rel=EXACT)
+    assert len(set(scores[0])) == len(requests)
 
 
 def test_torchtitan_packs_documents(monkeypatch):
@@ -181,6 +184,7 @@ def test_axolotl_takes_the_plugin_and_packs_with_it(monkeypatch):
         plugin.register({"attn_implementation": "flashmask", "context_parallel_size": 2})
 
 
+@pytest.mark.usefixtures("float64")
 def test_llama_factory_packs_documents(monkeypatch):
     """The batch of `neat_packing: true`, from its own collator."""
     patcher, collator = module("llamafactory.model.patcher"), module("llamafactory.data.collator")
@@ -190,7 +194,7 @@ def test_llama_factory_packs_documents(monkeypatch):
     config = llama_config(initializer_range=0.3)
     patcher.configure_attn_implementation(config, SimpleNamespace(flash_attn="auto"))
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
+    model = AutoModelForCausalLM.from_config(config).double()
     assert model.config._attn_implementation == "flashmask"
     numbers = [torch.full_like(positions, number) for number, positions in enumerate(POSITIONS, start=1)]
     columns = {"input_ids": DOCUMENTS, "labels": DOCUMENTS, "position_ids": POSITIONS, "attention_mask": numbers}
@@ -226,6 +230,7 @@ def test_ms_swift_takes_the_name_and_packing_with_the_plugin(monkeypatch):
         model(DOCUMENTS[0][None])
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("share", [False, True])
 def test_verl_packs_documents(tmp_path, monkeypatch, share):
     """The row of its FSDP engine, whose mesh is of CPUs here."""
@@ -248,7 +253,7 @@ def test_verl_packs_documents(tmp_path, monkeypatch, share):
         model_config = configs.HFModelConfig(path=str(tmp_path), override_config=options)
         engine_config = configs.FSDPEngineConfig(use_torch_compile=False, model_dtype="fp32")
         engine = engines.FSDPEngineWithLMHead(model_config, engine_config, None, None)
-        engine.module = engine._build_module().eval()
+        engine.module = engine._build_module().double().eval()
     finally:
         torch.distributed.destroy_process_group()
     assert engine.module.config._attn_implementation == "flashmask"
@@ -265,7 +270,7 @@ def test_verl_packs_documents(tmp_path, monkeypatch, share):
     assert _pack.cache_info().misses == share
     assert_as_alone(logits, engine.module)
     alone = engine.module(input_ids=documents[4][None], use_cache=False).logits
-    torch.testing.assert_close(logits[:, -len(documents[4]) :], alone, rtol=1e-4, atol=1e-5)
+    assert_exact([logits[:, -len(documents[4]) :]], [alone])
     monkeypatch.setattr(module("verl.utils.ulysses"), "get_ulysses_sequence_parallel_world_size", lambda: 2)
     with pytest.raises(ValueError, match="verl splits rows over ranks"):
         engine.module(**inputs, use_cache=False)
