@@ -9,6 +9,7 @@ import torch
 from datasets import Dataset
 from tools.block_diffusion import reference_mask
 from tools.model_pairs import SIZES
+from tools.tiny import assert_exact
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
@@ -24,9 +25,6 @@ from flashmask_hf.long_rows.checkpointing import enable_checkpointing
 from flashmask_hf.names import VECTORS
 
 MASK = 47
-BOUND = 1e-12
-"""Largest error in float64, relative to the largest entry."""
-
 LENGTHS, PROMPTS = [14, 9, 21, 5], [3, 0, 6, 1]
 
 
@@ -41,10 +39,6 @@ def tiny_model(window: int | None = None) -> Any:
     torch.manual_seed(0)
     changes = {} if window is None else {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 1}
     return AutoModelForCausalLM.from_config(Qwen3Config(**SIZES, **changes, initializer_range=0.3)).double()
-
-
-def assert_close(got: Tensor, want: Tensor) -> None:
-    assert (got - want).abs().max() <= BOUND * want.abs().max()
 
 
 def halves(batch: dict[str, Tensor], copies: int) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -114,9 +108,8 @@ def test_block_diffusion_packed_is_as_each_document_alone(options: dict[str, Any
         nll = cross_entropy(logits[0, : copies * n], clean.repeat(copies), reduction="none")
         losses.append((nll * weights.flatten()).sum() / total)
     torch.stack(losses).sum().backward()
-    assert_close(loss, sum(losses))
-    for x, gradient in zip(model.parameters(), gradients, strict=True):
-        assert_close(gradient, x.grad)
+    assert_exact([loss], [torch.stack(losses).sum()])
+    assert_exact(gradients, [x.grad for x in model.parameters()])
 
 
 @pytest.mark.parametrize("shift", [False, True])
@@ -138,9 +131,8 @@ def test_masked_diffusion_packed_is_as_each_document_alone(shift: bool) -> None:
         reference = reference + (cross_entropy(logits, clean[int(shift) :], reduction="none") * weights).sum()
     reference = reference / (sum(LENGTHS) - sum(prompts))
     reference.backward()
-    assert_close(loss, reference)
-    for x, gradient in zip(model.parameters(), gradients, strict=True):
-        assert_close(gradient, x.grad)
+    assert_exact([loss], [reference])
+    assert_exact(gradients, [x.grad for x in model.parameters()])
 
 
 def test_each_token_is_noised_in_one_of_two_complementary_copies() -> None:
@@ -222,13 +214,12 @@ def test_a_compiled_and_checkpointed_model_has_the_same_loss() -> None:
     model.zero_grad()
     compiled = torch.compile(model.model, backend="aot_eager")
     hidden = {name: x for name, x in batch.items() if name in ("input_ids", "position_ids", VECTORS)}
-    assert_close(compiled(**hidden, use_cache=False).last_hidden_state, model.model(**hidden).last_hidden_state)
+    assert_exact(*([run(**hidden, use_cache=False).last_hidden_state] for run in (compiled, model.model)))
     enable_checkpointing(model.train(), {"use_reentrant": False})
     loss = model(**batch, use_cache=False).loss
     loss.backward()
-    assert_close(loss, want)
-    for x, gradient in zip(model.parameters(), gradients, strict=True):
-        assert_close(x.grad, gradient)
+    assert_exact([loss], [want])
+    assert_exact([x.grad for x in model.parameters()], gradients)
 
 
 def test_a_causal_loss_on_a_diffusion_batch_is_refused() -> None:

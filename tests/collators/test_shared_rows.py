@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tools.model_pairs import BOUND, model_pair
+from tools.model_pairs import model_pair
+from tools.tiny import assert_exact
 from torch import Tensor
 
 from flashmask_hf.collators import gather_logps, pack_shared
 from flashmask_hf.collators.shared_rows import pack_sequences
 
-TEMPERATURE, PROMPT, RESPONSE = 0.7, 9, 6
+TEMPERATURE, PROMPT, RESPONSE = 0.75, 9, 6
 
 
 def rollouts() -> dict[str, Tensor]:
@@ -108,22 +109,21 @@ def rows_of_48(model: Any, batch: dict[str, Tensor]) -> Tensor:
     return shared(model, rows)
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize(
     "actor", [verl_padded, verl_without_padding, numbered, open_rlhf, nemo_rl, column_positions, rows_of_48]
 )
 def test_log_probabilities_entropies_and_gradients(actor):
-    ours, eager = model_pair("llama")
+    ours, eager = (model.double() for model in model_pair("llama"))
     batch = rollouts()
     found, expected = actor(ours, batch), stock(eager, batch)
     if actor in (verl_padded, open_rlhf):
         expected = expected * (torch.arange(PROMPT + RESPONSE) >= PROMPT)
-    torch.testing.assert_close(found, expected, rtol=0, atol=BOUND * expected.abs().max().item())
+    assert_exact([found], [expected])
     weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
     (found * weights).sum().backward()
     (expected * weights).sum().backward()
-    for (name, one), two in zip(ours.named_parameters(), eager.parameters(), strict=True):
-        scale = max(1.0, two.grad.abs().max().item())
-        torch.testing.assert_close(one.grad, two.grad, rtol=0, atol=BOUND * scale, msg=lambda m, n=name: f"{n}: {m}")
+    assert_exact(*([p.grad for p in model.parameters()] for model in (ours, eager)))
 
 
 def test_the_head_sees_the_predictors_of_scored_tokens_in_chunks():

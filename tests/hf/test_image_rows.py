@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tools.tiny import assert_exact, gradients_of
 from tools.vision import IMAGE, document, tiny_model
 from torch import Tensor
 
@@ -20,8 +21,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "paligemma2": ("paligemma", GEMMA2),
 }
 """Kinds of models, with windows shorter than an image of 4 tokens."""
-BOUND = 1e-12
-"""Largest error of logits in float64, relative to the largest logit."""
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
@@ -81,15 +80,13 @@ def logits_and_gradients(model: Any, batches: list[dict[str, Tensor]]) -> tuple[
     (
         logits * torch.randn(logits.shape, generator=torch.Generator().manual_seed(0), dtype=logits.dtype)
     ).sum().backward()
-    return logits.detach(), {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
+    return logits.detach(), gradients_of(model)
 
 
 def assert_equal(got: tuple[Tensor, dict[str, Tensor]], want: tuple[Tensor, dict[str, Tensor]]) -> None:
-    assert (got[0] - want[0]).abs().max() <= BOUND * want[0].abs().max()
+    assert_exact([got[0]], [want[0]])
     assert got[1].keys() == want[1].keys()
-    largest = max(x.abs().max() for x in want[1].values())
-    for name, x in want[1].items():
-        assert (got[1][name] - x).abs().max() <= BOUND * largest, name
+    assert_exact([*got[1].values()], [*want[1].values()])
 
 
 FORMS = [(name, form) for name in MODELS for form in ("positions", "documents", "blocks")]
@@ -145,7 +142,7 @@ def test_answers_of_a_shared_prompt_with_an_image_are_as_alone(name):
         return
     logits = model(**row, startend_row_indices=indices, use_cache=False).logits
     want = torch.cat([alone[0], alone[1][:, length:]], 1)
-    assert (logits - want).abs().max() <= BOUND * want.abs().max()
+    assert_exact([logits], [want])
 
 
 def test_padding_on_the_right_is_no_prefix_of_paligemma():
@@ -157,7 +154,7 @@ def test_padding_on_the_right_is_no_prefix_of_paligemma():
         padded[key] = torch.nn.functional.pad(own[key], (0, 3), value=filler)
     padded["attention_mask"] = torch.nn.functional.pad(torch.ones_like(own["input_ids"]), (0, 3))
     model.set_attn_implementation({"text_config": "flashmask", "vision_config": "sdpa"})
-    assert (model(**padded).logits[:, :-3] - want).abs().max() <= BOUND * want.abs().max()
+    assert_exact([model(**padded).logits[:, :-3]], [want])
 
 
 def test_documents_of_paligemma_that_start_at_1_are_refused():
@@ -264,7 +261,7 @@ def test_positions_of_axes_pass_under_another_attention():
     want = torch.cat([model(**own).logits for own in documents], 1)
     for attention in ("flashmask", "sdpa"):
         model.set_attn_implementation(attention)
-        assert (model(**row, position_ids=four).logits - want).abs().max() <= BOUND * want.abs().max()
+        assert_exact([model(**row, position_ids=four).logits], [want])
     with pytest.raises((ValueError, RuntimeError), match=r"'sdpa' ignores them"):
         model(**row, position_ids=axes)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tools.model_pairs import attend, layer_inputs
 from tools.support import requires
+from tools.tiny import assert_exact
 from tools.vision import document, tiny_model
 from torch import nn
 from transformers import AttentionInterface, models
@@ -43,12 +44,6 @@ def outputs(tower, inputs):
     return [out.detach(), *(x.grad for x in tower.parameters() if x.grad is not None)]
 
 
-def assert_same(got, want):
-    assert len(got) == len(want) > 10
-    for one, other in zip(got, want, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-12 * max(1, other.abs().max().item()))
-
-
 def towers(kind):
     """Return the same tower with "flashmask" and with "sdpa"; of Qwen2.5-VL with its real head dim, 80."""
     made = []
@@ -71,13 +66,14 @@ def test_a_layer_calls_attention_once_for_all_images(kind, calls, monkeypatch):
     ours, sdpa = towers(kind)
     inputs = dict(hidden_states=torch.randn(GRIDS.prod(1).sum(), 96, dtype=torch.float64), grid_thw=GRIDS)
     want, got = outputs(sdpa, inputs), outputs(ours, inputs)
-    assert_same(got, want)
+    assert len(want) > 10
+    assert_exact(got, want)
     assert sum(calls.values()) == len(ours.blocks)
     assert len(built) == (2 if kind == "qwen2_5_vl" else 1)  # a mask for windows, one for images
     ours.gradient_checkpointing_enable()
     ours.zero_grad()
     inputs["hidden_states"].requires_grad_()
-    assert_same(outputs(ours, inputs), want)
+    assert_exact(outputs(ours, inputs), want)
     assert sum(calls.values()) == 3 * len(ours.blocks)
 
 
@@ -137,7 +133,7 @@ def test_documents_of_the_text_do_not_reach_the_tower(kind, calls):
     for given in (marks, dict(startend_row_indices=masks.causal_document(lengths).indices)):
         calls.clear()
         got = model(**row, position_ids=places, use_cache=False, **given).logits
-        torch.testing.assert_close(got, torch.cat([x.logits for x in want], 1), rtol=0, atol=1e-10)
+        assert_exact([got], [torch.cat([x.logits for x in want], 1)])
         assert set(calls.values()) == {2}  # layers of the tower and of the text model
 
 
@@ -208,4 +204,4 @@ def test_every_layer_with_a_loop_calls_attention_once(file, calls):
             out = made(rows.double(), cu_seqlens=torch.tensor([0, 5, 12, 13], dtype=torch.int32), **options)
             results.append(out[0] if isinstance(out, tuple) else out)
         assert sum(calls.values()) == 1
-        torch.testing.assert_close(*results, rtol=0, atol=1e-12)
+        assert_exact(results[:1], results[1:])

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from tools.recipes import RECIPES
+from tools.tiny import assert_exact, gradients_of
 from torch import Tensor, nn
 
 RECIPE = RECIPES / "sparse.py"
@@ -45,13 +46,15 @@ class KeyProjection(nn.Module):
         return nn.functional.normalize(self.q_proj(x).unflatten(-1, (-1, self.head_dim)), dim=-1).flatten(-2)
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("variant", ["flashmask", "hash_16"])
 def test_keys_are_normalized_queries(monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
     """Loss and gradients equal stock layers with such a key projection, but queries are projected only once."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     recipe = runpy.run_path(str(RECIPE))
     model, stock = (
-        recipe["build_model"](variant, recipe["parse"](["--smoke", *flags])) for flags in ([], ["--separate-keys"])
+        recipe["build_model"](variant, recipe["parse"](["--smoke", *flags])).double()
+        for flags in ([], ["--separate-keys"])
     )
     for layer in stock.model.layers:
         layer.self_attn.k_proj = KeyProjection(layer.self_attn.q_proj, layer.self_attn.head_dim)
@@ -61,13 +64,12 @@ def test_keys_are_normalized_queries(monkeypatch: pytest.MonkeyPatch, variant: s
     rows = torch.randint(0, 256, (2, 64), generator=torch.Generator().manual_seed(0))
     losses = [x(input_ids=rows, labels=rows, use_cache=False).loss for x in (model, stock)]
     assert len(projected) == len(set(projected)) == len(model.model.layers)
-    torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
+    assert_exact(losses[:1], losses[1:])
     for loss in losses:
         loss.backward()
-    parameters = dict(stock.named_parameters())
-    assert dict(model.named_parameters()).keys() == parameters.keys()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, parameters[name].grad, rtol=1e-4, atol=1e-6, msg=name)
+    found, want = gradients_of(model), gradients_of(stock)
+    assert found.keys() == want.keys()
+    assert_exact([*found.values()], [want[name] for name in found])
 
 
 @pytest.mark.full

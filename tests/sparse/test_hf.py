@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tools.tiny import llama_config
+from tools.tiny import assert_exact, llama_config
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, MistralConfig
@@ -70,7 +70,10 @@ def layer(config: Any = None, **attributes: Any) -> Any:
 
 def heads(q_len: int = LENGTH, kv_len: int = LENGTH) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries of 4 heads, keys and values of 2."""
-    return tuple(torch.randn(2, h, n, 8, requires_grad=True) for h, n in ((4, q_len), (2, kv_len), (2, kv_len)))  # type: ignore[return-value]
+    return tuple(
+        torch.randn(2, h, n, 8, dtype=torch.float64, requires_grad=True)
+        for h, n in ((4, q_len), (2, kv_len), (2, kv_len))
+    )  # type: ignore[return-value]
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, softcap: float | None, sinks: Tensor | None) -> Tensor:
@@ -88,10 +91,9 @@ def dense(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, softcap: float | Non
 
 
 def assert_same_layer(got: Tensor, want: Tensor, leaves: list[Tensor]) -> None:
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    assert_exact([got], [want])
     weight = torch.randn(got.shape, generator=torch.Generator().manual_seed(2))
-    for one, other in zip(*(torch.autograd.grad((out * weight).sum(), leaves) for out in (got, want)), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert_exact(*(torch.autograd.grad((out * weight).sum(), leaves) for out in (got, want)))
 
 
 # Registration and options
@@ -188,7 +190,7 @@ def test_wrong_options_are_refused(name, options, error, message):
 def test_hash_layer(options, q_len, softcap, with_sinks):
     """Queries and keys are hashed by the same directions, which all heads that share a key use."""
     q, k, v = heads(q_len)
-    sinks = torch.randn(4, requires_grad=True) if with_sinks else None
+    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True) if with_sinks else None
     config = types.SimpleNamespace(flashmask_hash=options)
     out, weights = hash_attention_forward(layer(config), q, k, v, None, softcap=softcap, s_aux=sinks)
     assert weights is None
@@ -227,7 +229,7 @@ def test_qk_layer_keeps_the_given_rows(training):
     q, k, v = heads()
     q_keep, k_keep = torch.rand(2, 4, LENGTH) < 0.6, torch.rand(2, 2, LENGTH) < 0.6
     module = layer(types.SimpleNamespace()).train(training)
-    sinks = torch.randn(4, requires_grad=True)
+    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
     out, _ = qk_attention_forward(module, q, k, v, None, q_keep=q_keep, k_keep=k_keep, softcap=2.0, s_aux=sinks)
     causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
     visible = causal & q_keep[..., None] & k_keep.repeat_interleave(2, 1)[..., None, :]
@@ -369,7 +371,7 @@ def inputs_of(kind: str) -> dict[str, Any]:
 def test_masks_are_those_of_flashmask(monkeypatch, name, kind, window):
     """All tokens in one bucket, or all kept, give the results of "flashmask"."""
     monkeypatch.setattr(sparse_backend, "nearest", lambda x, _: torch.zeros(x.shape[:-1], dtype=torch.int64))
-    model, full = model_with(name, window=window), model_with("flashmask", window=window)
+    model, full = (model_with(attention, window=window).double() for attention in (name, "flashmask"))
     inputs = inputs_of(kind)
     keep = {}
     if name == "flashmask_qk":
@@ -380,21 +382,21 @@ def test_masks_are_those_of_flashmask(monkeypatch, name, kind, window):
         return
     got = model(tokens(), **inputs, **keep).logits
     real = inputs["attention_mask"].bool() if "attention_mask" in inputs else torch.ones(2, LENGTH, dtype=torch.bool)
-    torch.testing.assert_close(got[real], full(tokens(), **inputs).logits[real], rtol=1e-4, atol=1e-4)
+    assert_exact([got[real]], [full(tokens(), **inputs).logits[real]])
 
 
 @pytest.mark.parametrize("cached", [False, True])
 def test_documents_do_not_see_each_other(cached):
     """Packed equals separate, and changing one document changes at most the rounding in the others."""
-    model, ids = model_with("flashmask_hash"), tokens(1)
+    model, ids = model_with("flashmask_hash").double(), tokens(1)
     positions = torch.cat([torch.arange(n) for n in (9, 12, 3)])[None]
     got = model(ids, position_ids=positions, use_cache=cached).logits
-    torch.testing.assert_close(got[:, 9:21], model(ids[:, 9:21]).logits, rtol=1e-4, atol=1e-4)
+    assert_exact([got[:, 9:21]], [model(ids[:, 9:21]).logits])
     other = ids.clone()
     other[:, 9:21] = 3
     changed = model(other, position_ids=positions, use_cache=cached).logits
     for same in (slice(0, 9), slice(21, None)):
-        torch.testing.assert_close(changed[:, same], got[:, same], rtol=1e-5, atol=1e-5)
+        assert_exact([changed[:, same]], [got[:, same]])
     assert not torch.equal(changed[:, 9:21], got[:, 9:21])
 
 
@@ -433,7 +435,7 @@ def test_layers_and_keywords_that_do_not_fit_are_refused():
 
 @pytest.mark.parametrize("padding", ["none", "left"])
 def test_greedy_generation_equals_forwards_without_a_cache(padding):
-    model, ids = model_with("flashmask_hash", eos_token_id=None), tokens(3, 9)
+    model, ids = model_with("flashmask_hash", eos_token_id=None).double(), tokens(3, 9)
     real = torch.ones_like(ids)
     if padding == "left":
         real[0, :4], real[1, :2] = 0, 0
@@ -470,12 +472,11 @@ def test_gradient_checkpointing_repeats_the_pattern(name, reentrant):
 
 
 def test_a_compiled_model_is_one_graph():
-    model = model_with("flashmask_hash").train()
+    model = model_with("flashmask_hash").double().train()
     loss, want = gradients(model)
     again, got = gradients(model, torch.compile(model, fullgraph=True, backend="aot_eager"))
-    torch.testing.assert_close(again, loss, rtol=1e-5, atol=1e-5)
-    for parameter, gradient in want.items():
-        torch.testing.assert_close(got[parameter], gradient, rtol=1e-3, atol=1e-4)
+    assert_exact([again], [loss])
+    assert_exact([*got.values()], [*want.values()])
 
 
 @pytest.mark.full

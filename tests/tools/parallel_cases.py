@@ -60,12 +60,15 @@ CONFIGS: dict[str, Callable[[int, int], Any]] = {
 }
 
 
+FLOAT64: dict[str, Any] = {"dtype": torch.float64, "experts_implementation": "eager"}  # others take no float64
+
+
 def model_of(kind: str, heads: int, kv_heads: int, layers: int = 2) -> Any:
     """Return a model, the same in every process."""
     torch.manual_seed(0)
     config = CONFIGS[kind](heads, kv_heads)  # with heads of 8 dimensions
     config.num_hidden_layers = layers
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="flashmask", dtype=torch.float32).train()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="flashmask", **FLOAT64).train()
     for name, parameter in model.named_parameters():
         if "sinks" in name:
             torch.nn.init.normal_(parameter)
@@ -331,7 +334,7 @@ def tensor_parallel_model(group: Any, model: Any) -> Any:
         dist.barrier()
         config = DistributedConfig(tp_size=group.size())
         loaded = AutoModelForCausalLM.from_pretrained(
-            folders[0], attn_implementation="flashmask", dtype=torch.float32, distributed_config=config
+            folders[0], attn_implementation="flashmask", distributed_config=config, **FLOAT64
         )
         dist.barrier()
     return loaded.train()
