@@ -18,7 +18,7 @@ from flashmask_hf import masks, register, torch_internals
 from flashmask_hf._call.implementations import Request, choose
 from flashmask_hf.attention import flashmask_attention
 from flashmask_hf.mask import FlashMask
-from flashmask_hf.names import FLASHMASK, NAMES
+from flashmask_hf.names import FLASHMASK
 
 _WIDTH = 100
 """Columns of the printed text."""
@@ -47,12 +47,10 @@ def diagnose(self_test: bool = True) -> bool:
 
 
 def _print(name: str, text: str) -> None:
-    """Print a text behind its name, wrapped."""
     print(textwrap.fill(text, _WIDTH, initial_indent=f"{name:<14}", subsequent_indent=" " * 14))
 
 
 def _print_versions() -> None:
-    """Print the version of each package."""
     _print("flashmask-hf", flashmask_hf.__version__)
     _print("Python", platform.python_version())
     triton = importlib.import_module("triton").__version__ if torch_internals.HAS_TRITON else "not installed"
@@ -67,7 +65,6 @@ def _print_versions() -> None:
 
 
 def _print_gpu(device: torch.device) -> None:
-    """Print facts about the GPU that torch uses, or its absence."""
     cuda, hip = torch.version.cuda, torch.version.hip
     build = f"HIP {hip}" if hip else f"CUDA {cuda}" if cuda else "the CPU only"
     if device.type != "cuda":
@@ -78,7 +75,7 @@ def _print_gpu(device: torch.device) -> None:
 
 
 def _print_registration() -> bool:
-    """Register with transformers, print the result, and return whether an installed transformers knows every name."""
+    """Register with an installed transformers, print the result, and return whether that succeeded."""
     if importlib.util.find_spec("transformers") is None:
         _print("backend", "transformers is not installed: attention alone; pip install 'flashmask-hf[train]' brings it")
         return True
@@ -87,23 +84,11 @@ def _print_registration() -> bool:
     except (ImportError, RuntimeError) as error:
         _print("backend", f'transformers does not know "{FLASHMASK}": {error}')
         return False
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.utils.generic import is_flash_attention_requested
-
-    known = set(AttentionInterface()) & set(AttentionMaskInterface())
-    faults = [f'does not know "{name}"' for name in NAMES if name not in known]
-    faults += [
-        f'mistakes "{x}" for FlashAttention'
-        for x in NAMES
-        if is_flash_attention_requested(requested_attention_implementation=x)
-    ]
-    facts = faults or [f'knows "{FLASHMASK}" and tells it apart from FlashAttention']
-    _print("backend", f"transformers {' and '.join(facts)}")
-    return not faults
+    _print("backend", f'transformers knows "{FLASHMASK}"')
+    return True
 
 
 def _print_implementations(device: torch.device) -> None:
-    """Print a table of implementations by dtype and head_dim, with the reasons why no better one is taken."""
     notes: dict[str, str] = {}
     print((f"{'head_dim':<14}" + "".join(f"{n:<12}" for n in _HEAD_DIMS)).rstrip())
     for dtype in _DTYPES:
@@ -163,7 +148,6 @@ def _compare(mask: FlashMask, dtype: torch.dtype) -> tuple[str, bool]:
 
 
 def _results(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: FlashMask, impl: str | None) -> dict[str, Tensor]:
-    """Return the output and the gradients of q, k and v for the output's gradient `dout`."""
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     out = flashmask_attention(q, k, v, mask, impl=impl)
     dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
@@ -171,5 +155,4 @@ def _results(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: FlashMask, imp
 
 
 def _short(dtype: torch.dtype) -> str:
-    """Return the name of a dtype without its module."""
     return str(dtype).removeprefix("torch.")

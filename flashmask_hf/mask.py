@@ -197,7 +197,7 @@ class FlashMask:
 
         Raises:
             TypeError: `rows` is something else.
-            ValueError: `rows` selects nothing, is not ascending, or lies outside 0..Sq - 1.
+            ValueError: `rows` selects nothing, has several axes, is not ascending, or lies outside 0..Sq - 1.
 
         Example:
             >>> from flashmask_hf import masks
@@ -218,12 +218,7 @@ class FlashMask:
             raise TypeError(f"rows must be a slice or the numbers of rows [R], got {type(rows).__name__}") from None
         if numbers.numel() == 0:
             raise ValueError("rows must select at least one row, got none")
-        if numbers.dim() != 1 or numbers.dtype == torch.bool or numbers.is_floating_point() or numbers.is_complex():
-            raise TypeError(
-                f"rows must be a slice or the numbers of rows [R], got {list(numbers.shape)} of {numbers.dtype}; pass "
-                "nonzero()[:, 0] of a bool tensor"
-            )
-        numbers = numbers.to(torch.int64)  # differences of unsigned numbers would wrap around
+        numbers = check_tensor("rows", numbers, "an integer", "[R]").to(torch.int64)  # uint8 would wrap around
         if int(numbers[0]) < 0 or int(numbers[-1]) >= total or not bool((numbers.diff() > 0).all()):
             raise ValueError(
                 f"rows must be strictly ascending numbers in 0..{total - 1}, got {numbers[:8].tolist()}"
@@ -250,7 +245,6 @@ class FlashMask:
         return self
 
     def _check_range(self, rows: int) -> None:
-        """Raise ValueError if a value lies outside 0..rows."""
         bad = (self.indices < 0) | (self.indices > rows)
         if bool(bad.any()):
             where = _first_columns(bad.any(-1))

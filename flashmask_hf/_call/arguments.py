@@ -68,7 +68,6 @@ def check_arguments(q: Tensor, k: Tensor, v: Tensor, mask: FlashMask, sinks: Ten
 
 
 def _check_options(given: Arguments, head_dim: int) -> None:
-    """Check the arguments that are no tensors."""
     check_bool("deterministic", given.deterministic)
     if not isinstance(given.dropout, (int, float)) or isinstance(given.dropout, bool):
         raise TypeError(f"dropout must be a number, got {type(given.dropout).__name__}; pass a float")

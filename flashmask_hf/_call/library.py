@@ -109,8 +109,6 @@ def _differentiable(registered: Any, derivative: Derivative, pack: Callable[[tup
 
 
 def _refusing(message: str) -> Derivative:
-    """Return a derivative that raises."""
-
     def refuse(*_: Any) -> Any:
         raise RuntimeError(message)
 

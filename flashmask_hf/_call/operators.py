@@ -98,7 +98,6 @@ def plan_of(mask: FlashMask, q_len: int) -> Plan:
 
 
 def _is_current(stream: tuple[int, int], indices: Tensor) -> bool:
-    """Return whether a plan of this GPU and stream may be read now."""
     return stream[1] == torch_internals.current_stream(stream[0]) and not torch_internals.is_capturing(indices)
 
 

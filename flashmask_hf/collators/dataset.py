@@ -257,7 +257,6 @@ def packing_efficiency(dataset: Dataset, max_length: int) -> float:
 
 
 def _refuse_packed(example: Mapping[str, Any], name: str) -> None:
-    """Raise a ValueError if an example is a row of several documents."""
     columns = [column for column in ("seq_lengths", "position_ids", "startend_row_indices") if column in example]
     columns += ["input_ids"] if is_packed(example["input_ids"]) else []
     column = columns[0] if columns else unread_documents(example)
@@ -272,7 +271,6 @@ def whole(example: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pack_stream(batch: dict[str, list[Any]], indices: Sequence[int], **options: Any) -> dict[str, list[Any]]:
-    """Pack examples of a stream."""
     names: list[str] = []
     for index, example in zip(indices, batch[EXAMPLE], strict=True):
         others = [f"{name}={brief(x)}" for name, x in example.items() if name not in _READ and x is not None]
@@ -282,7 +280,6 @@ def _pack_stream(batch: dict[str, list[Any]], indices: Sequence[int], **options:
 
 
 def _pack_table(table: pa.Table, indices: Sequence[int], **options: Any) -> pa.Table:
-    """Pack the examples of an Arrow table."""
     columns = [name for name in _READ if name in table.column_names]
     rows = zip(*(map(_as_array, table.column(name)) for name in columns), strict=True)
     examples = [dict(zip(columns, row, strict=True)) for row in rows]

@@ -160,5 +160,4 @@ class DataCollatorForPackedLanguageModeling(RowPacker):
 
 
 def _says_what_to_learn(example: Mapping[str, Any]) -> bool:
-    """Return whether an example has labels or a mask, or is a row of `pack_dataset`."""
     return any(example.get(name) is not None for name in LABEL_COLUMNS) or is_packed(example["input_ids"])

@@ -153,7 +153,6 @@ class DataCollatorForPackedVisionLanguageModeling(PackingCollator):
         return document
 
     def _collator(self, example: Mapping[str, Any]) -> Callable[[list[Any]], Mapping[str, Any]]:
-        """Return the collator of an example alone."""
         if self.collator is not None:
             return self.collator
         from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
@@ -165,7 +164,6 @@ class DataCollatorForPackedVisionLanguageModeling(PackingCollator):
 
 
 def _check_media(processor: Any, document: Document, name: str) -> None:
-    """Raise a ValueError if a document has tokens for video or audio without inputs."""
     for kind, (mark, token) in media_tokens(processor).items():
         if (document["input_ids"] == token).any() and not any(kind in key for key in document):
             problem = f"{name} has {mark}, but its inputs have no {kind}, which TRL's collator does not read"

@@ -105,7 +105,6 @@ def check_layer(module: nn.Module, kwargs: dict[str, Any], implementation: str) 
 
 
 def _asks_for_weights(kwargs: dict[str, Any]) -> bool:
-    """Return whether a layer's keywords, or hooks of transformers on layers, ask for attention weights."""
     if kwargs.get("output_attentions"):
         return True
     compiling = torch.compiler.is_compiling()  # the collector is then in a global, not in a context variable

@@ -51,7 +51,9 @@ class Call:
         self.implementation = model.config._attn_implementation
         self.is_ours = self.implementation in NAMES
         self.args, self.kwargs = args, kwargs
-        self.named = named_arguments(model, args, kwargs)
+        self.named = kwargs
+        if args:
+            self.named = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs
         self.indices: Any = self.named.get(VECTORS)
         tokens = self.named.get("input_ids")
         tokens = self.named.get("inputs_embeds") if tokens is None else tokens
@@ -125,13 +127,6 @@ def call_of(config: Any, length: int) -> Call | None:
         call = call.outer
     tokens = None if call is None else call.tokens
     return call if tokens is not None and tokens.shape[1] == length else None
-
-
-def named_arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return all arguments of a call of a model by name."""
-    if not args:
-        return kwargs
-    return dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs
 
 
 def cache_of(kwargs: dict[str, Any]) -> Any:

@@ -226,7 +226,6 @@ class _Magnitude(_Symbol):
 
 
 def _integer(number: Any) -> int:
-    """Return a number that is an int; anything else is untraceable."""
     if not isinstance(number, int):
         raise _Untraceable
     return number

@@ -57,7 +57,6 @@ def register() -> None:
 
 
 def _refuse_version(does: str, where: str) -> NoReturn:
-    """Raise a RuntimeError that names the tested versions."""
     raise RuntimeError(
         f"transformers {transformers.__version__} {does} in a way that flashmask_hf does not know ({where}); install a "
         "version it was tested with, pip install 'transformers>=5.17,<5.25', or a newer flashmask-hf"
@@ -108,7 +107,6 @@ def exclude_from_flash_attention(module: Any) -> None:
 def _is_flash_attention(
     original: Any, config: Any = None, requested_attention_implementation: str | None = None, version: Any = None
 ) -> bool:
-    """Body of the patched function."""
     requested = requested_attention_implementation
     name = requested if config is None else config._attn_implementation
     if name in NAMES and (config is None or requested is None):
@@ -140,7 +138,6 @@ def leave_documents_to_hook(module: Any) -> None:
 def _preprocess(
     original: Any, config: Any, inputs_embeds: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Body of the patched function."""
     is_ours = config._attn_implementation in NAMES
     positions: Any = args[1] if len(args) > 1 else kwargs.get("position_ids")  # after the cache
     if is_ours and call_of(config, inputs_embeds.shape[1]) is not None:
@@ -185,7 +182,6 @@ def refuse_unsupported_models(model_class: Any) -> None:
 
 
 def _choose_attention(original: Any, model: Any, requested_attention: str | None, is_init_check: bool = False) -> str:
-    """Body of the patched method."""
     if requested_attention in NAMES:
         members = vars(sys.modules[type(model).__module__])
         by_name = [x for name, x in members.items() if name.endswith("_ATTENTION_CLASSES") and isinstance(x, dict)]
@@ -201,7 +197,6 @@ def _choose_attention(original: Any, model: Any, requested_attention: str | None
 
 
 def _refuse_attention_class(model: str, implementation: str, *_: Any, **__: Any) -> NoReturn:
-    """Raise in place of an attention class in a model's dict."""
     raise NotImplementedError(
         f"{model} has attention classes of its own and does not take attn_implementation='{implementation}'; use "
         "attn_implementation='eager' for this model"

@@ -114,13 +114,10 @@ def _first_head(module: nn.Module, heads: int) -> int:
 
 
 def _all_blocks(query: Tensor) -> Tensor:
-    """Return the numbers of blocks of a whole row."""
     return torch.arange(-(-query.shape[2] // BLOCK), device=query.device)
 
 
 def _own_blocks(split: RowSplit) -> Tensor:
-    """Return the numbers of this rank's blocks of rows."""
-
     def build() -> Tensor:
         own = split.own_rows
         blocks = own[::BLOCK] // BLOCK

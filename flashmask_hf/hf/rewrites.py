@@ -58,7 +58,6 @@ def _drop_from_tower(call: Call) -> dict[str, Any] | None:
 
 @rule(REWRITES, "packed rows", PACKED_IDS)
 def _pack(call: Call) -> dict[str, Any] | None:
-    """Return the arguments with the packed rows in place of the usual batch."""
     if not call.state.takes_packed_rows:
         return None
     require_flashmask(call.model)

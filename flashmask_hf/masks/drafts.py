@@ -183,7 +183,6 @@ class _ChainRows(NamedTuple):
 
 
 def _chain_rows(lengths: Lengths, anchors: Numbers, depths: Numbers) -> list[_ChainRows]:
-    """Return the rows of each packed row, from the arguments of `draft_chains`."""
     documents, _ = batch_lengths("lengths", lengths, None)
     starts = _batch_anchors(anchors, [sum(row) for row in documents])
     sizes = _rows_of("depths", depths, len(documents))
@@ -196,7 +195,6 @@ def _chain_rows(lengths: Lengths, anchors: Numbers, depths: Numbers) -> list[_Ch
 
 
 def _mirror(lengths: list[int], anchors: list[int], depths: list[int]) -> _ChainRows:
-    """Return the rows of one packed row."""
     length, anchor, count = (torch.tensor(x, dtype=torch.int64, device="cpu") for x in (lengths, anchors, depths))
     end, before = length.cumsum(0), pad(count.cumsum(0), (1, 0))  # rows of chains before each chain
     start = end - length

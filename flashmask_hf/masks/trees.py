@@ -104,7 +104,6 @@ def tree(
 
 
 def _split(name: str, node: Any) -> tuple[int, Sequence[Any]]:
-    """Return the length and the children of a node of `tree`."""
     length, children = node, []
     if isinstance(node, (tuple, list)):
         if isinstance(node, list) or len(node) != 2 or not isinstance(node[1], (list, tuple)):

@@ -28,7 +28,6 @@ def run_checks(call: Call, *, after: bool = False) -> None:
 
 
 def _has_arguments_of_outer(call: Call) -> bool:
-    """Return whether the call around this one has the same config and the same arguments, and was checked."""
     outer = call.outer
     if outer is None or outer.config is not call.config:
         return False

@@ -55,7 +55,6 @@ def hides_more(indices: Tensor, attention_mask: Any, ends: Tensor | None = None)
 
 
 def _is_ignored(call: Call) -> bool:
-    """Return whether mask indices reach another attention that gets no packed rows."""
     return call.named.get(PACKED_IDS) is None and text_attention(call) not in NAMES
 
 
@@ -124,7 +123,6 @@ def _is_not_split_by_a_program(call: Call) -> Verdict | None:
 
 @torch.compiler.assume_constant_result
 def _find_splitting_program() -> str | None:
-    """Return the name of an imported program whose sequence parallelism is on in this process, or None."""
     verl = sys.modules.get("verl.utils.ulysses")
     if verl is not None and verl.get_ulysses_sequence_parallel_world_size() > 1:
         return "verl"

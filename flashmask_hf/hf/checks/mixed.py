@@ -24,7 +24,6 @@ _LABELS_OF_ROWS = ("next_sentence_label", "sentence_order_label")
 
 
 def _answers_once(call: Call) -> bool:
-    """Return whether the head of a model predicts once per row, and not once per token."""
     if call.named.get(PACKED_IDS) is not None:  # the rows of `run_packed` have one answer each
         return False
     labels = any(call.named.get(name) is not None for name in _LABELS_OF_ROWS)

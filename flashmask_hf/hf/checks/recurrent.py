@@ -56,7 +56,6 @@ def documents_of(call: Call) -> Documents | None:
 
 
 def _takes_boundaries(call: Call) -> bool:
-    """Return whether every recurrent layer keeps the call's documents apart."""
     return _obstacle(call) is None and (call.indices is None or _has_form(call))
 
 
