@@ -74,7 +74,7 @@ def flashmask_attention(
             "torch" and "reference" always do; the gradient of q costs more with "hopper".
         dropout: probability of dropping a weight, in [0, 1); kept ones are divided by 1 - dropout. lse stays.
         dropout_seed: int64 [1], or a shard's (`flashmask_hf.dropout`); None draws by torch's generator of the device.
-        return_lse: also return the log-sum-exp of every row.
+        return_lse: also return the log-sum-exp.
         impl: "hopper", "triton", "torch" or "reference"; None takes the best that serves.
 
     Returns:

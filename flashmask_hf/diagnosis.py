@@ -1,4 +1,4 @@
-"""The diagnosis that `python -m flashmask_hf` prints: versions, GPU, registration, implementations and a self-test."""
+"""The diagnosis that `python -m flashmask_hf` prints."""
 
 from __future__ import annotations
 

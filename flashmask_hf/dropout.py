@@ -80,7 +80,7 @@ def dropout_pattern(dropout: float, dropout_seed: Tensor, batch: int, heads: int
 
 
 def _philox(counter: list[Tensor], key: Tensor) -> list[Tensor]:
-    """Return four words, given counters and a key of 64 bits."""
+    """Return four words of counters and a key of 64 bits."""
     a, b, c, d = counter
     low, high = key & _WORD, key >> 32 & _WORD
     for _ in range(ROUNDS):

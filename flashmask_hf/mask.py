@@ -104,9 +104,8 @@ class FlashMask:
     def indices(self) -> Tensor:
         """The intervals, int32 [B, Hm, Skv, n]; read-only, because the mask caches their plan.
 
-        Attention notices changes by PyTorch's operators. It misses writes that bypass the tensor's version counter: by
-        `indices.data`, DLPack and NumPy views, collectives, CUDA graphs and other kernels. After such a write, call
-        `mask.indices.add_(0)`, or build another mask.
+        Attention notices changes by PyTorch's operators, but no writes that bypass the version counter: by
+        `indices.data`, views of NumPy and DLPack, collectives, CUDA graphs. After those call `mask.indices.add_(0)`.
         """
         return self._indices
 
@@ -149,7 +148,7 @@ class FlashMask:
         return self if indices is self.indices else FlashMask(indices, self.causal, q_len=self.q_len)
 
     def row_count(self, q_len: int | None = None) -> int:
-        """Return the number of query rows: `q_len`, or the mask's own, or as many as keys.
+        """Return `q_len`, else the mask's own number of query rows, else the number of keys.
 
         Raises:
             ValueError: `q_len` is less than 1, or differs from the mask's own.
@@ -386,7 +385,7 @@ class FlashMask:
     ) -> Axes:
         """Draw the mask's tiles (hidden, partial, visible), with the edges of documents marked.
 
-        Edges are bounds that two columns or more share, if there are at most 64. On your own axes call `ax.legend()`.
+        At most 64 edges are marked. On your own axes call `ax.legend()`.
 
         Args:
             path: where to save the picture, or None.

@@ -1,7 +1,7 @@
 """The tile plan: which tiles of the score matrix to walk, built once per mask.
 
-The score matrix is cut into tiles of `ROWS` query rows and `plan_columns(kv_len)` key columns, and each tile is hidden,
-partial or visible (`flashmask_hf.tiles`). Three tensors hold the classes for both directions of walking it:
+Tiles have `ROWS` query rows and `plan_columns(kv_len)` key columns, and are hidden, partial or visible. Three tensors
+hold these classes for both directions of walking:
 
 * `tiles` int16 [B, Hm, Tq, Tk], for each row tile the key tiles to walk: visible ones ascending from the front, partial
   ones ascending from the back, unspecified between.

@@ -23,7 +23,7 @@ def runs_kernels(device: torch.device) -> bool:
 
 
 def is_intercepted(*tensors: Tensor | None) -> bool:
-    """Return whether a call must go through the dispatcher, as under compilers, modes, profilers and `torch.func`."""
+    """Return whether the dispatcher must see a call, as under compilers, modes, profilers and `torch.func`."""
     if (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
@@ -132,10 +132,7 @@ def no_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 
 
 def is_split_by_torch(module: torch.nn.Module | None = None) -> bool:
-    """Return whether torch's context parallelism replaced attention, or accelerate's wrapped a layer's attention.
-
-    Torch exchanges keys of `scaled_dot_product_attention` alone, and accelerate drops masks by hooks of layers.
-    """
+    """Return whether torch's context parallelism replaced SDPA, or accelerate's drops a layer's mask by a hook."""
     sdpa = torch.nn.functional.scaled_dot_product_attention
     if isinstance(sdpa, FunctionType) and sdpa.__module__.startswith("torch.distributed."):
         return True

@@ -1,10 +1,6 @@
 """Cache of resolved calls: a call whose tensors have a known layout skips the checks and launches its kernels.
 
-Checks, choice and preparation take longer than the launches, and follow from layouts, arguments and torch's modes:
-
-    flashmask_attention, sparse attention          first call: check, choose        every call
-      and the bodies of the operators      ──>  resolve() ──────────────────> Call ────────────> prepared launches
-                                                    └── cache, by layouts, arguments and modes
+Checks, choice and preparation take longer than the launches, and follow from layouts, arguments and torch's modes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The operators `flashmask_hf::plan` and `flashmask_hf::flash_attn_*`, a mask's cached plan, and how a call is run.
+"""The operators `flashmask_hf::*`, a mask's cached plan, and how a call is run.
 
 Selective activation checkpointing looks for `flash_attn` in their names. Only intercepted calls pass the dispatcher,
 which takes longer than a launch.
@@ -62,10 +62,10 @@ class _CachedPlan(NamedTuple):
     stream: tuple[int, int] | None
     """CUDA device and stream on which the plan may be read."""
     is_inference: bool
-    """Whether the plan was made in inference mode: autograd cannot save its tensors."""
+    """Whether it was made in inference mode, so that autograd cannot save it."""
     plan: Plan
     alias: Tensor
-    """Alias of the mask's indices, which keeps their memory from being reused."""
+    """Of the indices, so that their memory is not reused."""
 
 
 def plan_of(mask: FlashMask, q_len: int) -> Plan:

@@ -36,7 +36,7 @@ _GIVEN = (*_TOKEN_COLUMNS, WEIGHT)
 _READ = (*_GIVEN, "attention_mask")
 
 EXAMPLE = "_example"
-"""Column of a stream with its examples: Arrow would need one schema for all, also for columns that are not read."""
+"""Column of a stream with its examples: Arrow would need one schema for all columns."""
 
 _WEIGHTS = re.compile(r"((sample|example|instance|loss|token)_)?weights?")
 """Names of columns and of keys of messages that weigh examples, tokens or turns."""
@@ -60,12 +60,11 @@ def pack_dataset(
 ) -> SomeDataset:
     """Pack a tokenized dataset best-fit-decreasing into rows.
 
-    Documents without a label after their first token are dropped, for example pieces of a long prompt. Warnings count
-    dropped and truncated documents, in a stream per batch. Rows are deterministic, ordered by their first document, and
-    `Dataset.map` caches them on disk with bounded memory.
+    Documents without a label after their first token are dropped. Warnings count dropped and truncated documents, in a
+    stream per batch. Rows are deterministic, and `Dataset.map` caches them on disk with bounded memory.
 
-    Rows are for `DataCollatorForPackedLanguageModeling`. The document boundaries are part of `input_ids` and `labels`,
-    so no trainer can drop them, and stock collators raise instead of mixing documents.
+    Rows are for `DataCollatorForPackedLanguageModeling`. Their `input_ids` and `labels` hold document boundaries, so
+    no trainer can drop them, and stock collators raise.
 
     Args:
         dataset: tokenized examples with `input_ids`, and any of `labels`, `completion_mask`, `assistant_masks` and
@@ -75,11 +74,9 @@ def pack_dataset(
         split: cut a longer document into consecutive pieces, each a document of its own.
         truncation_mode: what to do with a longer document otherwise: "error", "keep_start" or "keep_end".
         completion_only_loss: as in `DataCollatorForPackedLanguageModeling`.
-        loss_mean: "example" divides weights by the example's number of labels, so that all examples count the same;
-            "token" does not.
+        loss_mean: "example" divides weights by the example's number of labels; "token" does not.
         max_position_embeddings: the model's number of positions, the limit of a document, or None.
-        batch_size: number of examples packed together. Larger batches pack tighter, and delay a stream's first row.
-            None is 4,000 for a Dataset and 1,000 for an IterableDataset.
+        batch_size: number of examples packed together; None is 4,000 for a Dataset and 1,000 for an IterableDataset.
         num_proc: number of processes, for a `Dataset`.
         row_length: maximum number of tokens of a row, at least `max_length`; None is `max_length`.
         share_prefixes: compute common prefixes of examples once per row, for causal models in `PackedSFTTrainer`; their
@@ -229,7 +226,7 @@ def warn_of_weights(example: Mapping[str, Any], name: str, read: str | None = No
 
 
 def _warn_of_losses(lengths: NDArray[np.int64], max_length: int, mode: str, count: int, packed: int) -> None:
-    """Warn of documents that were cut, given the examples' lengths, or left out: all but `packed` of `count` pieces."""
+    """Warn of documents that were cut, given lengths of examples, or left out: all but `packed` of `count` pieces."""
     cut = int((lengths > max_length).sum())
     if cut and mode in ("keep_start", "keep_end"):
         _warn(f"cut {cut} of {len(lengths)} documents to max_length {max_length}: truncation_mode='{mode}'")
@@ -289,7 +286,7 @@ def _pack_table(table: pa.Table, indices: Sequence[int], **options: Any) -> pa.T
 
 
 def _as_array(cell: Any) -> Any:
-    """Return a list in a cell of an Arrow table as an array, without a copy, and anything else as a Python object."""
+    """Return a list in a cell of Arrow as an array, without a copy, and anything else as a Python object."""
     values = cell.values if isinstance(cell, pa.ListScalar) else None
     return cell.as_py() if values is None or values.null_count else values.to_numpy(zero_copy_only=False)
 

@@ -45,7 +45,7 @@ def add_image_tokens(
     """Add token types, int64 [R, S], and positions along axes to packed rows.
 
     With images and a `rope_index`, positions become int64 [4, R, S]: depths, then the axes, as of each sequence alone.
-    Answers are text, whose positions go on, so the longest path of a tree has all.
+    Answers are text, so the longest path of a tree has all positions.
 
     Args:
         packed: keys of `PackedRows.indexed_batch`, changed in place.

@@ -33,7 +33,7 @@ class DataCollatorForPackedLanguageModeling(RowPacker):
     The first token of a document is never a label. A warning, once, counts the examples of a batch without a label.
 
     A `weight`, a number or a sequence of one per token, is a factor of their losses in `PackedSFTTrainer`; other
-    trainers raise, unless they remove the column before. It may be negative; 0 makes no label.
+    trainers remove it or raise. It may be negative; 0 makes no label.
 
     An example may be a packed row of `pack_dataset`. A flat row of another packer needs `seq_lengths`, the lengths of
     its documents, or `position_ids`, which restart at 0 with each document.

@@ -61,7 +61,7 @@ class PackedRows:
         """Return the packed rows as additional keys of a batch with one sequence per answer.
 
         They are `packed_input_ids` and `packed_position_ids`, int64 [R, S]; `startend_row_indices`, int32 [R, 1, S, 1];
-        and `packed_index`: the `index` in the flattened rows of each token, int64 [N, L]. Padding has any indices, best
+        and `packed_index`, int64 [N, L], each token's `index` in the flattened rows. Padding has any indices, best
         distinct ones: the backward adds gradients of equal entries one by one.
         """
         return {PACKED_KEYS[name]: x for name, x in self.batch().items()} | {PACKED_INDEX: torch.as_tensor(index)}
@@ -69,8 +69,7 @@ class PackedRows:
     def place(self, leaves: Sequence[Leaf], real: NDArray[np.bool_]) -> NDArray[np.int64]:
         """Return the index in the flattened rows of each token of a batch's sequences, int64 [N, L].
 
-        `real`, bool [N, L], is True for the sequences' tokens, which end at `leaves`, one sequence after another. The
-        entries of padding repeat as little as possible.
+        `real`, bool [N, L], is False for padding, whose entries repeat little; the sequences end at `leaves`.
         """
         index = np.arange(real.size).reshape(real.shape) % self.input_ids.size
         index[real] = np.concatenate([self.starts[forest] + self.forests[forest].path(leaf) for forest, leaf in leaves])

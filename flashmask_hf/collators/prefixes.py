@@ -74,9 +74,8 @@ def share_prefixes(
 def cut_tries(sequences: Sequence[NDArray[Any]], row_length: int) -> list[list[int]]:
     """Group sequences into tries of at most `row_length` tokens, so that the fewest tokens are computed.
 
-    In sorted order, a sequence adds its tokens after the prefix shared with the one before, and one for a new branch
-    (`learn_once`). A cut repeats the prefix. A prefix below 1/64 of a sequence is not shared: whole documents fill rows
-    better.
+    In sorted order, a sequence adds its tokens after the prefix of the one before, and one for a new branch
+    (`learn_once`). A cut repeats the prefix. One below 1/64 of a sequence is not shared: documents fill rows better.
 
     Sequences are integers [n], with n in 1..row_length. Returns the indices of each group's sequences, in sorted order.
     """

@@ -40,10 +40,9 @@ Document = dict[str, Tensor]
 class DataCollatorForPackedVisionLanguageModeling(PackingCollator):
     """Data collator that packs examples with images into rows in which each example attends only to itself.
 
-    An example is what TRL's SFTTrainer takes: `messages` or `text`, or `prompt` and `completion`, with `images` or
-    `image`, which may be missing. TRL's collator makes each example's tokens, labels and pixels alone; then tokens are
-    joined along the row, and pixels along the images. Images are never cut. An example `{"examples": [...]}` is a row
-    packed ahead.
+    An example is what TRL's SFTTrainer takes: `messages` or `text`, or `prompt` and `completion`, with or without
+    `images` or `image`; or `{"examples": [...]}`, a row packed ahead. TRL's collator makes each example's inputs alone.
+    Images are never cut.
 
     `flashmask_hf.collators` describes `max_length`, `pad_to_multiple_of` and `max_position_embeddings`.
 
@@ -184,7 +183,7 @@ def _check_images(processor: Any, document: Document, name: str) -> None:
 
 
 def _count_features(processor: Any, document: Document, token: int) -> int | None:
-    """Return the number of tokens that a document's images need, or None if its processor does not say."""
+    """Return the number of tokens of a document's images, or None if its processor does not say."""
     pixels = document.get("pixel_values")
     if pixels is None:
         return 0

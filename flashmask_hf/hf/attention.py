@@ -35,17 +35,16 @@ def attention_forward(
     """Return the attention of one layer, with the signature of `sdpa_attention_forward` in `transformers/integrations`.
 
     The mask is the first of these that exists: what `mask_hook` merged; the caller's `FlashMask`; the caller's
-    `startend_row_indices`, in the layer's `sliding_window`, which is measured by position; what `mask_hook` returned;
-    causal or full by `is_causal`.
+    `startend_row_indices` in the layer's `sliding_window`; what `mask_hook` returned; causal or full by `is_causal`.
 
     Args:
         module: the attention layer; `is_causal` (True if missing) and `training` are read.
         query: [B, Hq, Sq, D].
         key: [B, Hkv, Skv, D].
         value: [B, Hkv, Skv, Dv].
-        attention_mask: what `mask_hook` returned; or a `FlashMask` of a layer called alone, as in a drafter; or None.
+        attention_mask: what `mask_hook` returned, a `FlashMask` of a layer called alone, or None.
         scaling: factor on the scores; None is D ** -0.5.
-        dropout: probability of dropping an attention weight in training; evaluation drops none.
+        dropout: probability of dropping an attention weight in training.
         kwargs: used are `startend_row_indices` (int32 [B or 1, 1 or Hkv or Hq, S, n], read as in `FlashMask`: n = 1
             or 2 with the layer's causality, n = 4 as not causal), `sliding_window` in tokens, `position_ids`
             [B or 1, S], `softcap`, `s_aux` (sinks, [Hq]), `is_causal` and `cu_seq_lens_q`. `check_keywords` refuses
@@ -77,7 +76,7 @@ def attention_forward(
 
 
 def check_layer(module: nn.Module, kwargs: dict[str, Any], implementation: str) -> None:
-    """Check a layer's keywords, once per class and types of keywords; and what may change, in every layer.
+    """Check a layer's keywords, once per class and types of keywords.
 
     Arguments as in `check_keywords`.
 

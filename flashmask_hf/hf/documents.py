@@ -63,7 +63,7 @@ def check_one_document(positions: Tensor, mask: Tensor | None, q_offset: int | T
 
     Args:
         positions: int [B or 1, S], of the queries.
-        mask: 2D mask [B, keys], in a static cache also of keys that are not there yet; None hides none.
+        mask: 2D mask [B, keys], in a static cache also of later keys; None hides none.
         q_offset: row of the first query among the keys.
     """
     column, real = torch.arange(positions.shape[-1], device=positions.device) + q_offset, None
@@ -83,9 +83,8 @@ def check_one_document(positions: Tensor, mask: Tensor | None, q_offset: int | T
 def document_starts(position_ids: Tensor, real: Tensor | None = None) -> Tensor:
     """Return where documents start: bool of the shape of `position_ids`, [B, S].
 
-    A document starts where positions restart at 0. The first token after a hidden run also starts a document if its
-    position is not higher than the position before the run, or if positions are contiguous to it from a hidden 0. A row
-    of zeros has no start.
+    A document starts where positions restart at 0. So does the first token after a hidden run if its position is not
+    higher than the one before the run, or counts on from a hidden 0. A row of zeros has no start.
 
     Args:
         position_ids: int [B, S].

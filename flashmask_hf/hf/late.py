@@ -54,7 +54,7 @@ def late_mask(
 
 
 def _own_mask(module: nn.Module, query: Tensor, mask: FlashMask, kwargs: dict[str, Any]) -> LayerMask:
-    """Return the `FlashMask` that a caller gave the layer as attention_mask, which says alone what is visible."""
+    """Return the caller's `FlashMask`, which says alone what is visible."""
     for name in (VECTORS, "sliding_window"):
         if kwargs.get(name) is not None:
             raise NotImplementedError(
@@ -104,8 +104,8 @@ def _separated_mask(
 ) -> FlashMask:
     """Return the mask of the hook's columns, else of causality and window, with documents kept apart.
 
-    `cu_seq_lens_q` is read as in FlashAttention. Else a causal mask reads `position_ids` of all keys, [B or 1, Skv]:
-    some models hand them to their layers alone (GPT-OSS), and engines of sequence parallelism drop masks.
+    `cu_seq_lens_q` is read as in FlashAttention, else, by a causal mask, `position_ids` of all keys, [B or 1, Skv]:
+    GPT-OSS hands them to its layers alone, and engines of sequence parallelism drop masks.
     """
     batch, _, q_len, _ = query.shape
     kv_len, window, bounds = key.shape[2], kwargs.get("sliding_window"), kwargs.get("cu_seq_lens_q")
@@ -171,7 +171,7 @@ def _separated_mask(
 
 
 def _default_columns(query: Tensor, kv_len: int, causal: bool, window: int | None) -> Tensor:
-    """Return LTS [1, 1, 1, Skv] of a causal mask, aligned at the bottom right, or LTS and UTE of a full mask."""
+    """Return LTS [1, 1, 1, Skv] of a causal mask, or LTS and UTE of a full mask."""
     q_len = query.shape[2]
     row = torch.arange(kv_len, device=query.device, dtype=torch.int32) + (q_len - kv_len)
     last = torch.full_like(row, q_len) if window is None else (row + min(window, UNBOUNDED)).clamp(0, q_len)

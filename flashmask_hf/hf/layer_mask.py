@@ -47,9 +47,9 @@ class _Entry(NamedTuple):
 
     Attributes:
         mask: what was built.
-        state: memory and version of its sources when it was built.
-        aliases: aliases of the sources, which keep their memory from being reused.
-        watcher: weak reference to the first source, whose callback drops the entry.
+        state: memory and version of its sources at that time.
+        aliases: of the sources, so that their memory is not reused.
+        watcher: weak reference to the first source, which drops the entry.
     """
 
     mask: Any
@@ -66,16 +66,16 @@ def cached_mask(
 ) -> T:
     """Return `build()`, or its earlier result for the same tensors.
 
-    Tensors are identified by the memory they view, so aliases from checkpointing find the same mask. There is one entry
-    for a first source, a variant and a CUDA stream. It is dropped when the first source is freed, any source changes,
-    or `_CAPACITY` others are newer. The mask may hold an alias of `sources[0]`, but not itself.
+    Tensors are identified by their memory, so aliases from checkpointing find the same mask. An entry per first source,
+    variant and CUDA stream is dropped when the first source is freed, any source changes, or `_CAPACITY` others are
+    newer. The mask may hold an alias of `sources[0]`, but not itself.
 
     Args:
         sources: what `build` reads.
         variant: what else the mask depends on.
         build: builds the mask.
-        per_forward: whether one of the sources is new in each forward. If not, nothing is kept of tensors made in
-            inference mode, which do not count changes, nor in a CUDA graph.
+        per_forward: whether a source is new in each forward. If not, nothing is kept of tensors of inference mode,
+            which do not count changes, nor in a CUDA graph.
     """
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return build()  # a compiler merges equal plans, and a transform's tensors are its own
@@ -106,7 +106,7 @@ _REFUSED = (
 )
 
 BOUNDS = {2: 1, 3: 2, 5: 4, 6: 4}
-"""Bounds per key, by the rows of a marked mask: the last is the mark; of six, the fifth has the keys."""
+"""Bounds per key by the rows of a marked mask: the last is the mark; of six, the fifth has the keys."""
 
 
 def marked_rows(mask: LayerMask) -> Tensor:

@@ -47,9 +47,8 @@ def mask_hook(
 ) -> Tensor:
     """Return the columns of the mask that a model asks for, with the arguments of `sdpa_mask` in transformers.
 
-    Functions of `transformers/masking_utils.py` are traced (`mask_reader`): causal, bidirectional, sliding window,
-    chunked, blocks that see themselves whole (images), their `and_masks` and `or_masks`, also of a caller. Any other
-    function is evaluated on all pairs, in memory linear in Sq, and waits for the device; a compiler refuses it.
+    Functions of `transformers/masking_utils.py` and their combinations are traced (`mask_reader`). Any other is
+    evaluated on all pairs, in memory linear in Sq, and waits for the device; a compiler refuses it.
 
     Args:
         batch_size: number of rows of tokens, B.
@@ -63,8 +62,8 @@ def mask_hook(
         kwargs: `config`, `local_size` and `use_vmap` are read.
 
     Returns:
-        Tensor: int32 [B or 1, 1, n, Skv], keys last. n = 1 is the causal form (LTS), n = 4 the form without `causal`
-        (LTS, LTE, UTS, UTE). In a model call that the mask could be joined with, marked rows (`marked_rows`).
+        Tensor: int32 [B or 1, 1, n, Skv]: LTS of the causal form, or LTS, LTE, UTS, UTE. In a model call that the mask
+        could be joined with, marked rows (`marked_rows`).
 
     Raises:
         MaskNotRepresentable: a key is hidden from more than two intervals of queries.
@@ -147,10 +146,7 @@ def mask_hook(
 def _supplied_rows(
     call: Call, visible: Rows, span: tuple[int | None, int | None], padding: Tensor | None, device: Any
 ) -> Tensor | None:
-    """Return the caller's mask indices in the window of one kind of layers, `span`, as marked rows.
-
-    Returns None, so that the layers read them, for a form, row or window that this cannot join.
-    """
+    """Return the caller's mask indices in the window `span` as marked rows, or None to leave them to the layers."""
     indices = call.indices
     if not isinstance(indices, Tensor) or indices.dtype != torch.int32 or indices.dim() != 4 or indices.is_meta:
         return None
@@ -173,7 +169,7 @@ def _supplied_rows(
 
 
 def _has_images_in_windows(call: Call) -> bool:
-    """Return whether a call has images whose tokens see each other in layers of a sliding window alone (Gemma 4)."""
+    """Return whether a call has images that are whole in layers of a sliding window alone (Gemma 4)."""
     if getattr(call.config.get_text_config(), "use_bidirectional_attention", None) != "vision":
         return False
     calls: list[Call] = [call]

@@ -1,8 +1,7 @@
 """Symbolic tracing of a `mask_function` of transformers into intervals of queries per key.
 
-The function is called once with symbols in place of the indices of batch entry, head, query and key. An order or a
-distance of query and key, a common chunk or block, and conjunctions and unions of these are intervals of rows. Any
-other operation on a symbol makes the function untraceable.
+The function is called once with symbols for the indices of batch entry, head, query and key. Orders and distances of
+query and key, common chunks and blocks, their conjunctions and unions are intervals of rows; all else is untraceable.
 
 For a causal window of 4 tokens:
 
@@ -15,8 +14,7 @@ For a causal window of 4 tokens:
     k <= q          Rows(lo=0)
     ... & ...       Rows(lo=0, hi=4)
 
-The hook writes the rows as mask indices: LTS = min(k + 4, S). `k // 8 == q // 8` gives the rows of a chunk, and a table
-lookup `ids[b, q]` the `_Block` of a token.
+So LTS = min(k + 4, S). `k // 8 == q // 8` gives the rows of a chunk, and `ids[b, q]` the `_Block` of a token.
 """
 
 from __future__ import annotations
@@ -76,11 +74,11 @@ class TraceContext:
 
 
 class _Untraceable(Exception):
-    """Error of an operation on a symbol that has no meaning in intervals."""
+    """Error of an operation without a meaning in intervals."""
 
 
 class _TableLookups(TorchFunctionMode):
-    """Mode in which symbols index tensors: `origins[b]` [B] and `ids[b, q]` [B, S]."""
+    """Mode in which symbols index tensors, `origins[b]` and `ids[b, q]`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__getitem__:
@@ -379,5 +377,5 @@ class Rows(_Symbol):
 
 
 def _narrower(x: Any, y: Any, pick: Callable[[Any, Any], Any]) -> Any:
-    """Return the limit that `pick` chooses of two; None is no limit."""
+    """Return the limit that `pick` chooses; None is no limit."""
     return y if x is None else x if y is None else pick(x, y)

@@ -53,9 +53,8 @@ def supplied_mask(
 ) -> Any:
     """Return the mask of the caller's mask indices `vectors`, in a window of `window` positions.
 
-    Of the hook's mask indices `hooked` padding counts, and blocks: with n = 1 they see themselves whole within their
-    document, also across the window. On a bidirectional layer the window has two sides, as in FlashAttention. `form`
-    turns the mask into what is returned and cached.
+    The hook's mask indices `hooked` add padding and blocks, which with n = 1 see themselves whole in their document. A
+    bidirectional layer's window has two sides. `form` makes what is returned and cached.
     """
     if window is not None and position_ids is not None and position_ids.dim() != 2:
         raise NotImplementedError(
@@ -102,9 +101,7 @@ def shown_earlier(mask: FlashMask) -> Tensor:
 
 
 def _add_blocks(mask: FlashMask, hooked: Tensor, keep_causal: bool) -> tuple[FlashMask, Tensor]:
-    """Return a mask whose keys are also seen by earlier tokens of their block, and how far each block sees its keys.
-
-    A block that goes on in the next document, as images next to each other, is cut there.
+    """Return a mask whose blocks see themselves whole, cut at documents, and how far each block sees its keys.
 
     Args:
         mask: mask of a whole row, Sq = Skv = S. Only n = 1 is changed.

@@ -48,7 +48,7 @@ def is_compiled(model: nn.Module) -> bool:
 def wrapper_of(name: str, interface: AttentionInterface = ALL_ATTENTION_FUNCTIONS) -> str | None:
     """Return the name of the wrapper that layers call in place of a registered attention, or None.
 
-    accelerate registers an object for `sp_size`; DeepSpeed's Ulysses sets a function in the interface of the models.
+    accelerate registers an object for `sp_size`; DeepSpeed sets a function in the interface of the models.
     """
     called, registered = interface.get(name), AttentionInterface._global_mapping.get(name)
     if called is None:
@@ -68,7 +68,7 @@ class ModelState:
         first_position: first number of a document in its table of positions; None if it embeds no positions.
         is_bidirectional: whether an attention layer of it is bidirectional.
         has_axes: whether it takes positions of several axes.
-        has_segments: whether its layers attend within images, windows or clips, by boundaries that it makes itself.
+        has_segments: whether its layers attend within images, windows or clips, by its own boundaries.
         takes_packed_rows: whether `run_packed` was called on it.
         rewrites: functions of a trainer that return the arguments of its calls, changed.
         counts_layers: whether to count layers that receive the caller's mask.

@@ -92,8 +92,7 @@ def exclude_from_flash_attention(module: Any) -> None:
 
     Patched: `transformers.utils.generic.is_flash_attention_requested`, also in modules that imported it by name.
 
-    Why: it looks for "flash" in the name. `from_pretrained` would try to load FlashAttention, and models would pack
-    padding away or choose their FlashAttention classes.
+    Why: it looks for "flash" in the name. `from_pretrained` would load FlashAttention, and models pack padding away.
     """
     name = "is_flash_attention_requested"
     original = getattr(module, name, None)
@@ -123,13 +122,11 @@ _CACHES = ("past_key_values", "cache")  # the name of the fourth argument until 
 def leave_documents_to_hook(module: Any) -> None:
     """Make `_preprocess_mask_arguments` leave packed documents to the mask hook, which reads them from the model call.
 
-    Patched: `transformers.masking_utils._preprocess_mask_arguments`. In a call it gets no positions. Where no call is
-    known (models compiled in place, submodels run by hand), it returns the numbers of a row's documents as the 2D mask
-    (`mask_hook.NUMBERS`).
+    Patched: `transformers.masking_utils._preprocess_mask_arguments`. In a call it gets no positions. Without a call
+    (models compiled in place, submodels run by hand), it returns document numbers as the 2D mask (`mask_hook.NUMBERS`).
 
-    Why: transformers looks for documents only if there is neither a cache nor a mask, and models default to
-    `use_cache=True`. Where it finds documents, it evaluates masks at `position_ids` instead of rows: Gemma 3 would look
-    up the image blocks of the row's first document.
+    Why: transformers looks for documents only without cache and mask, and models default to `use_cache=True`. It then
+    evaluates masks at `position_ids`: Gemma 3 would look up the image blocks of the row's first document.
     """
     signatures = [[*_MASK_ARGUMENTS[:3], cache, *_MASK_ARGUMENTS[3:]] for cache in _CACHES]
     _wrap_function(module, "_preprocess_mask_arguments", signatures, _preprocess, "prepares masks")
@@ -173,9 +170,8 @@ def refuse_unsupported_models(model_class: Any) -> None:
 
     Patched: `PreTrainedModel.get_correct_attn_implementation`, which runs when a model's attention is set.
 
-    Why: Falcon, GPT-J and a few more look `config._attn_implementation` up in a dict of their classes, and would fail
-    with a KeyError or keep their classes. Others have one attention, which would silently add the mask hook's integers
-    to its scores. A tower with its own attention that asks for no mask of transformers (timm) stays as it is.
+    Why: Falcon, GPT-J and a few more look the name up in a dict of their classes, and would fail or keep them. Others
+    have one attention, which would add the mask hook's integers to its scores. Towers that ask for no mask (timm) stay.
     """
     signature = ["self", "requested_attention", "is_init_check"]
     _wrap_function(model_class, "get_correct_attn_implementation", [signature], _choose_attention, "chooses attention")
@@ -279,7 +275,7 @@ _NAME = "_attn_implementation_internal"
 def read_kernel_names(config_class: Any) -> None:
     """Make a config that names a Hub kernel of this package report its attention as "flashmask".
 
-    Patched: `PreTrainedConfig._attn_implementation_internal`, where a config and a model that loads a kernel store it.
+    Patched: `PreTrainedConfig._attn_implementation_internal`, where configs and models store it.
 
     Why: transformers registers a kernel "ORG/NAME" under that name, with the dense mask of "sdpa".
     """

@@ -16,8 +16,8 @@ from flashmask_hf.torch_internals import device_assert
 Verdict: TypeAlias = tuple[Tensor | bool | None, str]
 """Whether a call keeps a rule, None if there is nothing to check; and the error's text, at most 200 characters.
 
-A bool raises at once. A bool tensor [] is asserted on the device, without waiting for it. A text with a size is made
-only on failure: a compiler would fix the size.
+A bool raises at once; a bool tensor [] is asserted on the device. A text with a size is made only on failure: a
+compiler would fix the size.
 """
 
 F = TypeVar("F", bound=Callable[[Call], Any])
@@ -28,8 +28,8 @@ class Rule(NamedTuple):
 
     Attributes:
         name: the wrong set-up, as docs/wrong_setups.md lists it, or what is rewritten.
-        run: returns the `Verdict` of a check, or of a rewrite the new arguments by name; None if all is well. It reads
-            tensors' values only on the device, and only if the call can break the rule.
+        run: returns a check's `Verdict`, or a rewrite's new arguments by name; None if all is well. It reads tensors'
+            values only on the device.
         given: arguments without which the rule does not apply.
         ours: whether the rule applies under this package's attention only.
         config: attribute without which a config is not looked at.

@@ -1,8 +1,7 @@
 """Sliding windows measured by position, under a caller's mask.
 
-Where positions are contiguous over the rows that see a key, as in documents, the window is one more interval of rows.
-In shared questions and trees one branch sees a key, the window hides it, and the next branch sees it: more intervals
-than the bounds of a key hold. Such a key is repeated, once per visible piece; every row sees at most one piece.
+In documents, the window is one more interval of rows. In shared questions and trees one branch sees a key, the window
+hides it, and the next branch sees it. Such a key is repeated, once per visible piece; a row sees at most one piece.
 """
 
 from __future__ import annotations
@@ -141,12 +140,7 @@ def _visible_pieces(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return one row's keys and the runs of rows [start, end) that see them, one entry per run, ordered by start.
 
-    Args:
-        starts: first rows of the intervals that the mask lets see each key, int [S] each.
-        ends: one past the last row of these intervals.
-        position: int64 [S].
-        window: as in `apply_window`, like `two_sided`.
-        two_sided: see `window`.
+    `starts` and `ends`, int [S] each, are the mask's visible intervals of each key; `position` is int64 [S].
     """
     length = len(position)
     key = torch.arange(length, device=position.device).repeat(len(starts))

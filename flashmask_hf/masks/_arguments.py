@@ -31,7 +31,7 @@ def from_array(value: Any) -> Any:
 
 
 def as_list(name: str, value: Any, *shapes: str) -> Any:
-    """Return an int tensor or array of one of the shapes as a list, and any other value unchanged."""
+    """Return an int tensor or array as a list, and any other value unchanged."""
     value = from_array(value)
     return check_tensor(name, value, "an integer", *shapes).tolist() if isinstance(value, Tensor) else value
 
@@ -83,7 +83,7 @@ def check_one_row(count: int) -> None:
 
 
 def key_count(name: str, lengths: list[list[int]], kv_len: int | None) -> int:
-    """Return `kv_len`, which every packed row must fit, or the length of the longest if it is None."""
+    """Return `kv_len`, which packed rows must fit, or the longest's length if it is None."""
     totals = [sum(row) for row in lengths]
     if kv_len is None:
         return as_length(f"the number of tokens in {name}", max(totals))
@@ -96,7 +96,7 @@ def key_count(name: str, lengths: list[list[int]], kv_len: int | None) -> int:
 
 
 def batch_lengths(name: str, value: Any, kv_len: int | None) -> tuple[list[list[int]], int]:
-    """Return the lengths per packed row from an argument in the forms of `documents`, and the number of keys."""
+    """Return the lengths per packed row of an argument like `documents`, and the number of keys."""
     listed = as_list(name, value, "[documents]", "[B, documents]")
     if listed is not value and isinstance(listed[0], list):
         for row in listed:

@@ -142,10 +142,7 @@ def block_diffusion_order(
 def _mirrored_rows(
     lengths: Lengths, block_size: int, copies: int, kv_len: int | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return for each row the first row that sees it and the row after the last, its token, and whether it is noisy.
-
-    Tensors are int64, and bool, [B, 1, kv_len]; padding is seen up to row 0.
-    """
+    """Return the rows [first, last) that see each row, its token, and whether it is noisy: [B, 1, kv_len] each."""
     documents, _ = batch_lengths("lengths", lengths, None)
     copies = as_integer("copies", copies, 1, why="training needs a noisy copy; block_causal has none")
     packed = [[(copies + 1) * length for length in row] for row in documents]
@@ -168,5 +165,5 @@ def _mirrored_rows(
 
 
 def _block_size(block_size: int, kv_len: int) -> Any:
-    """Return a checked block size, at most `kv_len`: a larger size makes the same blocks, but might overflow int64."""
+    """Return a checked block size, at most `kv_len`: a larger one might overflow int64."""
     return torch.sym_min(as_integer("block_size", block_size, 1, why="a block has at least one token"), kv_len)

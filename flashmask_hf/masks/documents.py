@@ -211,10 +211,7 @@ def padding(
 
 
 def _parts(path: str, spans: Sequence[Any], lengths: list[int]) -> tuple[list[int], list[int]]:
-    """Split a packed row at its spans: the length of each part, and the first query row that may see it whole.
-
-    The tokens between spans, also parts, have the end of the packed row there. `path` names the spans in errors.
-    """
+    """Split a packed row at its spans: the length of each part, and the first row that sees it whole, if any."""
     ends = list(accumulate(lengths))
     parts: list[int] = []
     first: list[int] = []

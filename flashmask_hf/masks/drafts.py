@@ -96,9 +96,9 @@ def draft_chains(
 ) -> FlashMask:
     """Chains of draft tokens (P-EAGLE): each sees itself causally, and its document up to its anchor.
 
-    A document has its chains in the order of their anchors, then its own tokens from the last to the first: all rows
-    that see a key are neighbours. `draft_chains_order` returns the token and the depth of each row. Chains of mask
-    tokens (PARD, multi-token prediction) have the same mask.
+    A document has its chains in the order of their anchors, then its own tokens from the last to the first.
+    `draft_chains_order` returns the token and the depth of each row. Chains of mask tokens (PARD, multi-token
+    prediction) have the same mask.
 
     `draft_chains([3, 1], [1, 2], [2, 1])`, rows of two chains and tokens 2 1 0, then of a document of one token:
 
@@ -112,8 +112,7 @@ def draft_chains(
 
     Args:
         lengths: as `documents`, without chains.
-        anchors: the token that each chain follows, 0..S-1 in a packed row of S tokens, ascending; a list, a list of
-            lists, or an int tensor or array [N] or [B, N].
+        anchors: the token that each chain follows, in the forms of `draft_blocks`.
         depths: draft tokens per chain, at least 1, in the form of `anchors`.
         kv_len: number of keys, tokens and chains; None is the longest packed row.
 
@@ -225,7 +224,7 @@ def _rows_of(name: str, value: Numbers, count: int) -> list[tuple[str, Sequence[
 
 
 def _batch_anchors(anchors: Numbers, tokens: list[int]) -> list[list[int]]:
-    """Return the checked anchors of each packed row; `tokens` are the rows' numbers of tokens."""
+    """Return the checked anchors of each packed row of `tokens` tokens."""
     found: list[list[int]] = []
     for (path, row), length in zip(_rows_of("anchors", anchors, len(tokens)), tokens, strict=True):
         found.append([])

@@ -21,7 +21,7 @@ def qk_sparse(q_keep: Tensor, k_keep: Tensor, *, mask: FlashMask | None = None, 
     The mask is for queries in the order `(~q_keep).byte().argsort(dim=-1, stable=True)`, kept ones first, and likewise
     for keys and values. Dropped queries see nothing, and dropped keys are hidden.
 
-    Original order, query 1 and key 2 dropped, and what `qk_sparse` returns for it:
+    Query 1 and key 2 dropped, in the original order and as `qk_sparse` returns it:
 
         1 . . .        1 . . .
         . . . .        1 1 . .
@@ -63,7 +63,7 @@ def hash_sparse(
 
     The mask is for queries in the order `q_bucket.argsort(dim=-1, stable=True)`, and likewise for keys and values.
 
-    Original order for the buckets 1 0 1 0 of queries and keys, and what `hash_sparse` returns for it:
+    Buckets 1 0 1 0 of queries and keys, in the original order and as `hash_sparse` returns it:
 
         1 . . .        1 . . .
         . 1 . .        1 1 . .
@@ -115,8 +115,7 @@ def check_choice(kind: Literal["keep", "bucket"], q: Tensor, k: Tensor) -> None:
 def first_hidden_rows(mask: FlashMask | None, q: Tensor, k: Tensor) -> Tensor | None:
     """Return the row from which `mask` hides each key, int32 [B or 1, Hm, Skv], or None for no mask.
 
-    Raises a TypeError for other types, and a ValueError for a mask that is not causal with n = 1 bound, or does not fit
-    q [B, Hq, Sq] and k [B, Hkv, Skv].
+    Raises unless the mask is causal with n = 1 bound, and fits q [B, Hq, Sq] and k [B, Hkv, Skv].
     """
     if mask is None:
         return None

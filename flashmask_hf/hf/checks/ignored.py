@@ -29,7 +29,7 @@ _MS_SWIFT = ("swift.sequence_parallel", "swift.trainers.sequence_parallel")
 
 
 def hides_more(indices: Tensor, attention_mask: Any, ends: Tensor | None = None) -> Tensor:
-    """Return for which keys mask indices show other rows of tokens than an attention that ignores them, bool [B, H, S].
+    """Return which keys mask indices show to other tokens than an attention that ignores them does, bool [B, H, S].
 
     Args:
         indices: int32 [B, H, S, n].
@@ -61,8 +61,7 @@ def _is_ignored(call: Call) -> bool:
 def _ends_of_documents(call: Call) -> Tensor:
     """Return where the document of each token ends for an attention of transformers, int64 [B or 1, S].
 
-    It finds documents in `position_ids` that start again at 0, [B, S] or the first of four axes, if there is neither a
-    cache nor a mask.
+    Without cache and mask it reads `position_ids`, [B, S] or the first of four axes.
     """
     batch, length = call.tokens.shape[:2]
     positions, axes = call.tensor("position_ids", 2), call.tensor("position_ids", 3)

@@ -76,8 +76,8 @@ def _obstacle(call: Call) -> str | None:
 def add_boundaries(call: Call) -> dict[str, Any] | None:
     """Return the arguments with the boundaries by which kernels keep documents apart.
 
-    These are `seq_idx`, mask indices for the attention beside the kernels, and for the delta rule `cu_seq_lens_q` and
-    `cu_seq_lens_k`, for whose shape the host waits. Several documents then have no cache.
+    These are `seq_idx`, mask indices for attention, and for the delta rule `cu_seq_lens_q` and `cu_seq_lens_k`, for
+    whose shape the host waits. Several documents then have no cache.
     """
     documents = documents_of(call) if _has_rows(call) and _takes_boundaries(call) else None
     if documents is None:

@@ -1,8 +1,7 @@
 """Checks of trees in the caller's mask indices, without reading a value back.
 
-A tree's row is in depth-first order, and a branch's first token is at the depth after its parent's, not after its
-sibling's last token. Without `position_ids` a model numbers the row from end to end. Its loss predicts the first token
-of a branch from its sibling, and of a packed document from the document before.
+A branch's first token follows its parent, not its sibling's last token. Without `position_ids` a model numbers the
+row from end to end. Its loss predicts the first token of a branch, or document, from the sibling or document before.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ CHECKS: list[Rule] = []
 def check_tree_positions(mask: FlashMask, position_ids: Tensor | None) -> None:
     """Assert that positions are not contiguous from one branch to the next, if a mask is of trees.
 
-    A mask is of trees if, of any two keys, the rows that see the later key also see the earlier one, or none of them
-    does. Positions of other masks, and of documents, may count through the row.
+    In a mask of trees, of any two keys, all rows that see the later key see the earlier one, or none does. Positions of
+    other masks, and of documents, may count through the row.
 
     Args:
         mask: mask of a whole row, Sq = Skv = S. A bidirectional form whose visible pairs are all causal is no tree.
@@ -73,8 +72,7 @@ def _subtree_ends(mask: FlashMask) -> Tensor:
 def _first_tokens(mask: FlashMask) -> tuple[Tensor, Tensor, Tensor]:
     """Find the tokens of a causal mask that do not continue the token right before, which sees some row.
 
-    A token after a hidden token does not count: the hidden token may be its parent. The checks of a call and its layers
-    share the result.
+    A token after a hidden token, its possible parent, does not count. A call's checks and layers share the result.
 
     Returns:
         document: bool [B, H, S], whether a document starts: the token sees no other.

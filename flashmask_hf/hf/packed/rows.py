@@ -1,8 +1,7 @@
 """Run a model's backbone on packed rows while its head and losses keep their usual batch.
 
-A batch has both: `input_ids` of one sequence per answer, and packed rows with one copy of each question. A rewrite of
-the backbone's call (`rewrites.py`) replaces the first by the second, and a hook lays the hidden states out as the usual
-batch's.
+A batch has both: one sequence per answer, and packed rows. A rewrite of the backbone's call replaces the first by the
+second, and a hook lays the hidden states out as the usual batch's.
 """
 
 from __future__ import annotations
@@ -45,10 +44,7 @@ def run_packed(model: Any) -> None:
 
 
 def check_layers(model: Any) -> None:
-    """Make a model raise in its first forward on packed rows if a layer does not receive its mask (idempotent).
-
-    The model is as for `run_packed`. Of compiled models `check_compiled` counts layers.
-    """
+    """Make a model, as for `run_packed`, raise in its first forward if a layer receives no mask (idempotent)."""
     state_of(unwrap_peft(model).base_model).counts_layers = True
 
 

@@ -21,7 +21,7 @@ from flashmask_hf.hf.call import cache_of
 from flashmask_hf.hf.models import unwrap_peft
 
 _PER_ROW = ("input_ids", "attention_mask", "position_ids")
-"""Keywords of a forward that have a row for each sequence; any other tensor keeps the prefill as it is."""
+"""Keywords of a forward with a row per sequence; any other tensor keeps the prefill as it is."""
 
 
 @contextlib.contextmanager
@@ -34,9 +34,9 @@ def shared_prefill(model: Any) -> Iterator[None]:
         with shared_prefill(model):
             model.generate(**batch, do_sample=True)
 
-    The prefill stays as it is without a cache, or with a static, quantized, offloaded or filled one; in
-    encoder-decoders, models without attention and RecurrentGemma; with images, other inputs of a row or embeddings; in
-    compiled forwards; with activated LoRA; and with dropout in training. Of prompts in chunks, the first is shared.
+    The prefill stays as it is unless the cache is an empty `DynamicCache` that is not offloaded; in encoder-decoders,
+    models without attention and RecurrentGemma; with images, other inputs of a row or embeddings; in compiled forwards;
+    with activated LoRA; and with dropout in training. Of prompts in chunks, the first is shared.
 
     Args:
         model: a transformers model with `generate`, or a PEFT model around one, which may be wrapped for distributed
