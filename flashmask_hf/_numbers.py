@@ -80,6 +80,13 @@ def check_tensor(name: str, value: Any, kind: str, *shapes: str) -> Tensor:
     return value
 
 
+def check_device(name: str, x: Any, other_name: str, other: Any) -> None:
+    """Raise ValueError unless two tensors or masks are on one device."""
+    if x.device != other.device:
+        where = f"{name} is on {x.device}, but {other_name} is on {other.device}"
+        raise ValueError(f"{where}; move it with {name}.to('{other.device}')")
+
+
 def check_range(indices: Tensor, q_len: int) -> None:
     """Check that a mask's indices lie in 0..q_len, as `check_between`."""
     check_between(
@@ -90,11 +97,7 @@ def check_range(indices: Tensor, q_len: int) -> None:
 
 
 def check_between(x: Tensor, highest: int, message: str) -> None:
-    """Check that integers lie in 0..highest.
-
-    Raises:
-        ValueError: a value does not. On a GPU a device-side assertion stops the program.
-    """
+    """Raise ValueError unless integers lie in 0..highest. On a GPU a device-side assertion stops the program."""
     low, high = (bound.long() for bound in x.aminmax())  # `highest` may not fit the dtype of x
     if x.is_cuda:  # without waiting for the device
         device_assert((low >= 0) & (high <= highest), message)

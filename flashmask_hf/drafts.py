@@ -25,7 +25,7 @@ def eagle3_attention(
     """Attention of step k of EAGLE-3's training-time test (https://arxiv.org/abs/2503.01840, section 3.2).
 
     Row i sees the keys of step 0 that the mask shows, and key i of each later step. Step 0 is a `flashmask_attention`,
-    joined with the later steps, one product per row, by the log-sum-exp. Differentiable in q, keys and values.
+    joined with the later steps by the log-sum-exp. Differentiable in q, keys and values.
 
     Args:
         q: queries of step k, [B, Hq, S, D].

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 import torch
 from torch import Tensor
 
-from flashmask_hf._numbers import as_length, check_bool, check_tensor
+from flashmask_hf._numbers import as_length, check_bool, check_device, check_tensor
 from flashmask_hf.intervals import (
     Runs,
     causal_starts,
@@ -336,10 +336,7 @@ class FlashMask:
             return NotImplemented
         if self.kv_len != other.kv_len:
             raise ValueError(f"other has {other.kv_len} key columns, this mask has {self.kv_len}")
-        if self.device != other.device:
-            raise ValueError(
-                f"other is on {other.device}, this mask on {self.device}; move it with other.to('{self.device}')"
-            )
+        check_device("other", other, "this mask", self)
         rows = self.row_count(other.q_len)
         self._check_range(rows)
         other._check_range(rows)
@@ -428,8 +425,7 @@ def check_mask(mask: Any) -> None:
 
 def check_pair(q_name: str, q: Tensor, k_name: str, k: Tensor) -> None:
     """Raise ValueError unless q [B, H, ...] and k [B, Hkv, ...] have one device and batch, and Hkv divides H."""
-    if q.device != k.device:
-        raise ValueError(f"{k_name} is on {k.device}, but {q_name} is on {q.device}; move it with .to('{q.device}')")
+    check_device(k_name, k, q_name, q)
     if q.shape[0] != k.shape[0]:
         raise ValueError(f"{k_name} has batch size {k.shape[0]}, {q_name} has {q.shape[0]}; they must be equal")
     if q.shape[1] % k.shape[1]:
@@ -444,8 +440,7 @@ def check_fit(mask: FlashMask, q: Tensor, k: Tensor) -> None:
     check_mask(mask)
     batch, heads, q_len = q.shape[:3]
     kv_heads, kv_len = k.shape[1:3]
-    if mask.device != q.device:
-        raise ValueError(f"mask is on {mask.device}, but q is on {q.device}; move it with mask.to('{q.device}')")
+    check_device("mask", mask, "q", q)
     if mask.kv_len != kv_len:
         raise ValueError(f"mask has {mask.kv_len} key columns, but k and v have {kv_len} keys")
     if mask.q_len is not None and mask.q_len != q_len:

@@ -125,7 +125,7 @@ def _percent(share: float) -> str:
 
 
 def _document_edges(lower: Tensor, rows: int) -> tuple[list[int], list[int]]:
-    """Return where `lower` jumps between bounds of two columns or more each: key columns, and bounds next to them."""
+    """Return where `lower` jumps between bounds of several columns: key columns, and bounds next to them."""
     change = lower[1:] != lower[:-1]  # row c lies between the columns c and c + 1
     constant = torch.nn.functional.pad(~change, (0, 0, 1, 1), value=False)
     jump = change & constant[:-2] & constant[2:]

@@ -54,10 +54,7 @@ def run_program(argv: Sequence[str]) -> int:
 
 
 def _keep_registered_in_launched_processes() -> None:
-    """Make `accelerate launch`, when called in this process, run its program by `python -m flashmask_hf run`.
-
-    TRL's command line calls it. `--no_python` programs are launched as they are.
-    """
+    """Make `accelerate launch`, which TRL's command calls, run its Python program by `python -m flashmask_hf run`."""
     if importlib.util.find_spec("accelerate") is None:  # nothing can be launched through it
         return
     from accelerate.commands import launch

@@ -38,7 +38,7 @@ def is_intercepted(*tensors: Tensor | None) -> bool:
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
-    """Return whether tensors are dense and real: no subclass, functorch wrapper, lazy negation or missing storage."""
+    """Return whether tensors have memory and are no subclass, functorch wrapper or lazy negation."""
     try:
         for x in tensors:
             if x is None:
@@ -91,7 +91,7 @@ def has_tangents(*tensors: Tensor | None) -> bool:
 
 
 def is_known_true(condition: bool | torch.SymBool) -> bool:
-    """Return whether a condition holds for all symbolic integers, without adding a guard."""
+    """Return whether a condition holds for all symbolic integers, without a guard."""
     if not torch.compiler.is_compiling():
         return bool(condition)
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # slow to import

@@ -185,7 +185,7 @@ WRONG = {
     "list": (lambda: with_vectors(VECTORS.tolist()), TypeError, r"int32 tensor \[B, 1, S, n\], got list"),
     "int64": (lambda: with_vectors(VECTORS.long()), TypeError, "got torch.int64; pass mask.indices"),
     "float": (lambda: with_vectors(VECTORS.float()), TypeError, "got torch.float32; pass mask.indices"),
-    "another device": (lambda: with_vectors(VECTORS.to("meta")), ValueError, "is on meta, .* cpu; move it there"),
+    "another device": (lambda: with_vectors(VECTORS.to("meta")), ValueError, "is on meta, .* cpu; move it with"),
     "too large": (lambda: with_vectors(VECTORS + 9), ValueError, "must lie in 0..q_len = 0..8; .*names the columns"),
     "negative": (lambda: with_vectors(VECTORS - 9), ValueError, "must lie in 0..q_len = 0..8; .*names the columns"),
     "three axes": (lambda: with_vectors(VECTORS[0]), ValueError, r"shape \[B, 1, S, n\] with n = 1, 2 or 4, got"),

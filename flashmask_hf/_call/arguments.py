@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashmask_hf._numbers import check_bool, check_tensor
+from flashmask_hf._numbers import check_bool, check_device, check_tensor
 from flashmask_hf.dropout import BLOCK
 from flashmask_hf.mask import FlashMask, check_fit, check_pair
 from flashmask_hf.torch_internals import is_one_of
@@ -60,8 +60,8 @@ def check_arguments(q: Tensor, k: Tensor, v: Tensor, mask: FlashMask, sinks: Ten
         if len(sinks) != heads:
             raise ValueError(f"sinks must have shape [Hq] = [{heads}], got {list(sinks.shape)}")
     for name, x in (("v", v), ("sinks", sinks)):
-        if x is not None and x.device != q.device:
-            raise ValueError(f"{name} is on {x.device}, but q is on {q.device}; move it with {name}.to('{q.device}')")
+        if x is not None:
+            check_device(name, x, "q", q)
     check_fit(mask, q, k)
     _check_dense("mask.indices", mask.indices)
     _check_options(given, head_dim)
@@ -98,8 +98,7 @@ def check_seed(seed: Tensor, q: Tensor) -> None:
     shard = 2 + -(-q.shape[2] // BLOCK)
     if not is_one_of(seed.shape[0], 1, shard):
         raise ValueError(f"dropout_seed must have shape [1], or [{shard}] from shard_seed, got {list(seed.shape)}")
-    if seed.device != q.device:
-        raise ValueError(f"dropout_seed is on {seed.device}, but q is on {q.device}; move it with .to('{q.device}')")
+    check_device("dropout_seed", seed, "q", q)
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:

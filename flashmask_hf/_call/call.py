@@ -43,7 +43,7 @@ Keeper: TypeAlias = Callable[[Tensor, Callable[[], Results]], Results]
 """Function of a call's queries and of the function that computes its results; it returns them."""
 
 current_keeper: contextvars.ContextVar[Keeper | None] = contextvars.ContextVar("current_keeper", default=None)
-"""The keeper of the checkpointed layer that runs or is recomputed, or None (`long_rows.checkpointing` sets it)."""
+"""The keeper of the checkpointed layer that runs, or None (`long_rows.checkpointing` sets it)."""
 
 
 @dataclass(eq=False)
@@ -228,8 +228,8 @@ def _make(
         deterministic=given.deterministic or torch.are_deterministic_algorithms_enabled(),
     )
     differentiated = torch_internals.wants_gradients(q, k, v, sinks)
-    # The forward pads each head's rows to 16, so decoding is no slower up to 16 rows. A symbolic length must be known
-    # to be short: a guard would bound exports.
+    # The forward pads each head's rows to 16, so decoding is no slower then. A guard on a symbolic length would bound
+    # exports.
     decodes = (
         not differentiated
         and not given.dropout
@@ -258,7 +258,7 @@ def _autocast_dtype(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype | None:
 
 
 def _sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """Return the gradient of the sinks [Hq]; `delta`, of the backward, has the order of lse and may be padded."""
+    """Return the gradient of the sinks [Hq]; `delta` has the order of lse and may be padded."""
     batch, heads, rows = lse.shape
     delta = delta.view(batch, heads, -1)[..., :rows]
     weight = torch.exp(sinks.to(lse.dtype).view(1, -1, 1) - lse)

@@ -57,8 +57,8 @@ class Implementation:
     `delta` [B, Hq, Sq] holds the row sums of dout * out less the gradient of lse; or it is (out, gradient of lse or
     None). `seed` is given only with dropout.
 
-    An ordered pass has a last argument, one or two permutations of every head's rows, int32 [B, H, S]: row i of the
-    output goes to `order[b, h, i]`, while lse stays in the order of q; or rows of dq, and of dk and dv.
+    An ordered pass has a last argument, one or two permutations of every head's rows, int32 [B, H, S]: row i of out, or
+    of dq, and of dk and dv, goes to `order[b, h, i]`; lse stays in the order of q.
     """
 
     name: ClassVar[str]
@@ -111,7 +111,7 @@ class _Kernels(Implementation):
 
 
 class Hopper(_Kernels):
-    """Kernels in Gluon for GPUs of compute capability 9.0. They store rows in an order themselves."""
+    """Kernels in Gluon for GPUs of compute capability 9.0, which store rows in an order."""
 
     name = "hopper"
     decodes = False

@@ -80,10 +80,7 @@ def _flatten(function: Callable[..., Any]) -> tuple[Callable[..., Any], Callable
 
 
 def _differentiable(registered: Any, derivative: Derivative, pack: Callable[[tuple[Any, ...]], list[Any]]) -> Any:
-    """Return the operator's function on the autograd key.
-
-    It calls the operator again below autograd.
-    """
+    """Return the operator's function on the autograd key, which calls the operator below autograd."""
 
     # `Recorded` keeps it: it must not hold the inputs, which hooks may offload.
     def below_autograd(*inputs: Any) -> Any:
@@ -120,4 +117,4 @@ no_second_derivatives = _refusing("this attention has no second derivatives; tak
 no_derivatives = _refusing(
     "this attention was traced or exported without gradients and has none; trace it with inputs that require them"
 )
-"""The derivative of an operator for calls without gradients, in a graph that is then trained."""
+"""The derivative of an operator for calls without gradients."""

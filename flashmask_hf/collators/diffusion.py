@@ -26,9 +26,9 @@ from flashmask_hf.names import DIFFUSION_LABELS, DIFFUSION_WEIGHTS, IGNORED, VEC
 class DataCollatorForMaskedDiffusion(DataCollatorForPackedLanguageModeling):
     """Data collator of packed documents whose tokens see each other, some of them noised (MDLM, LLaDA, Dream).
 
-    Each document draws a noise level t from `levels`, and replaces each token by the mask token with probability t.
-    Tokens without a label, such as prompts, stay. Examples and other options are as in
-    `DataCollatorForPackedLanguageModeling`; first tokens are learned, too. The loss is `diffusion_loss`.
+    Each document draws a noise level t from `levels`, the probability with which the mask token replaces each labelled
+    token. Examples and other options are as in `DataCollatorForPackedLanguageModeling`; first tokens are learned, too.
+    The loss is `diffusion_loss`.
 
     Args:
         mask_token_id: token id that replaces noised tokens.

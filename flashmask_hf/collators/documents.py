@@ -32,7 +32,7 @@ def read_documents(
         documents, int64 [documents].
 
     Raises a TypeError for a column without integers, and a ValueError if the example has no tokens, a negative token
-    id, padding, or a column that does not fit its `input_ids`, or only columns that are not read mark its documents.
+    id, padding, or a column that does not fit, or only columns that are not read mark its documents.
     """
     given = {column: value for column, value in example.items() if value is not None}
     if "input_ids" not in given:

@@ -20,8 +20,7 @@ Leaf: TypeAlias = tuple[int, int]
 class Forest:
     """Token segments in depth-first order that stay in one row: one tree, or several side by side.
 
-    In depth-first order a segment follows its parent and the subtrees of the parent's earlier children. A document is a
-    tree of one segment.
+    A segment follows its parent and the subtrees of the parent's earlier children. A document is a tree of one segment.
 
     Args:
         tokens: token ids of all segments, concatenated, int64 [n].
@@ -30,7 +29,7 @@ class Forest:
 
     Raises:
         TypeError: an argument is not a flat sequence of integers.
-        ValueError: there is no segment, a segment is empty, lengths do not sum to n, or the order is not depth-first.
+        ValueError: there is no segment, one is empty, lengths do not sum to n, or the order is not depth-first.
 
     Example:
         >>> forest = Forest(tokens=[1, 2, 3, 4, 5, 6], lengths=[2, 1, 2, 1], parents=[-1, 0, 0, -1])

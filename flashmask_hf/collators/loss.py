@@ -23,8 +23,8 @@ def diffusion_loss(
 ) -> Tensor:
     """Return the weighted cross entropy of noised tokens per label, noised or not (BD3LM, MDLM, LLaDA).
 
-    Set `model.loss_function = diffusion_loss` to train on batches of diffusion in transformers' Trainer, which does not
-    count a label at the start of a row, unlike `PackedDiffusionTrainer`.
+    Set `model.loss_function = diffusion_loss` to train in transformers' Trainer, which does not count a label at the
+    start of a row.
 
     Args:
         logits: [R, S, V].

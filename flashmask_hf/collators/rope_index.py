@@ -19,7 +19,7 @@ _IMAGES = ("pixel_values", "image_", "target_sizes")
 class RopeIndex:
     """Positions of a document's tokens along a model's axes (time, height, width), without the model's weights.
 
-    It calls the model's own `get_rope_index` on an instance that has only a config, so workers can unpickle it.
+    It calls the model's `get_rope_index` on an instance that has only a config, so workers can unpickle it.
 
     Args:
         model_class: a class with `get_rope_index`, such as `Qwen3VLModel`.
@@ -60,11 +60,11 @@ class RopeIndex:
         """Return the positions of a document alone, int64 [axes, 1, n].
 
         Args:
-            document: the processor's output for one document: `input_ids`, `mm_token_type_ids` (may be missing without
-                videos), int64 [1, n], and sizes of images and videos, such as `image_grid_thw`, int64 [images, 3].
+            document: the processor's output: `input_ids`, `mm_token_type_ids` (may be missing without videos), int64
+                [1, n], and sizes of images and videos, such as `image_grid_thw`, int64 [images, 3].
 
         Raises:
-            ValueError: the document has images, and not all inputs that the model needs; or a position is fractional.
+            ValueError: the document lacks inputs for its images; or a position is fractional.
         """
         input_ids = document["input_ids"]
         given: dict[str, Any] = {"attention_mask": torch.ones_like(input_ids)}
@@ -73,7 +73,7 @@ class RopeIndex:
             if value is not None:
                 given[name] = value
             elif name == "mm_token_type_ids" and not any("video" in key for key in document):
-                # As processors mark images. Frames of a video may have the image's token, with another type.
+                # As processors mark images. Frames of a video may have the image's token.
                 token = getattr(self._model.config, "image_token_id", None)
                 types = torch.zeros_like(input_ids) if token is None else (input_ids == token).long()
                 if types.any() or not any(key.startswith(_IMAGES) for key in document):

@@ -27,7 +27,7 @@ class DataCollatorForTrees(RowPacker):
     index of each segment's parent, -1 for a root. `labels` have the layout of `input_ids`; without them, every token
     but the first of a root is learned. Set `remove_unused_columns=False`, so that trainers keep `parents`.
 
-    A causal model predicts a token from the token before it in the row. So segments give their last token to each child.
+    A causal model predicts a token from the token before it in the row. So a segment gives each child its last token.
     Loss and gradients equal training on every path alone, with a shared token's label in the first path only.
 
     Returns:

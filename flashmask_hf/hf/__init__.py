@@ -12,7 +12,7 @@ A model call passes through the modules in this order:
     attention       the function that every layer calls; `keywords` checks its keywords, `ranks` runs it on shards
       layer_mask      reads marked rows, and keeps masks for later layers
       late            makes the mask of a layer whose mask the hook did not merge, as in static caches, modules called
-                      by hand, engines that drop masks, image and audio encoders, and context parallelism
+                      by hand, image and audio encoders, and context parallelism
 
 `families` and `models` describe models of transformers, and `packed/` serves trainers.
 """

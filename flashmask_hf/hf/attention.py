@@ -45,10 +45,9 @@ def attention_forward(
         attention_mask: what `mask_hook` returned, a `FlashMask` of a layer called alone, or None.
         scaling: factor on the scores; None is D ** -0.5.
         dropout: probability of dropping an attention weight in training.
-        kwargs: used are `startend_row_indices` (int32 [B or 1, 1 or Hkv or Hq, S, n], read as in `FlashMask`: n = 1
-            or 2 with the layer's causality, n = 4 as not causal), `sliding_window` in tokens, `position_ids`
-            [B or 1, S], `softcap`, `s_aux` (sinks, [Hq]), `is_causal` and `cu_seq_lens_q`. `check_keywords` refuses
-            others that change the result.
+        kwargs: used are `startend_row_indices` (int32 [B or 1, 1 or Hkv or Hq, S, n]: n = 1 or 2 with the layer's
+            causality, n = 4 as not causal), `sliding_window` in tokens, `position_ids` [B or 1, S], `softcap`, `s_aux`
+            (sinks, [Hq]), `is_causal` and `cu_seq_lens_q`. `check_keywords` refuses others that change the result.
 
     Returns:
         out [B, Sq, Hq, Dv], and None for the attention weights, which are never computed.
@@ -57,9 +56,8 @@ def attention_forward(
         TypeError: `startend_row_indices` is not an int32 tensor.
         ValueError: a mask whose shape, device or form does not fit.
         NotImplementedError: a keyword or a combination that would change the result and is not implemented.
-        RuntimeError: n = 2 bounds of a bidirectional mask reach a causal layer; the mask is of trees, and
-            `position_ids` are not depths; or, in a window, bounds are out of range, or positions of a compiled model
-            not contiguous (device-side checks).
+        RuntimeError: n = 2 bounds of a bidirectional mask reach a causal layer; `position_ids` of trees are not depths;
+            or, in a window, bounds are out of range, or a compiled model's positions not contiguous (device-side).
     """
     check_layer(module, kwargs, FLASHMASK)
     dropout = dropout if module.training else 0.0

@@ -39,11 +39,11 @@ class Call:
         named: its arguments by name, unchecked.
         indices: the caller's mask indices, unchecked.
         tokens: the input_ids [B, S], else the inputs_embeds [B, S, D], or None.
-        positions: positions of the tokens in their documents, [B or 1, S], of whatever axes were given, or None.
+        positions: of the tokens in their documents, [B or 1, S], or None.
         outer: the call of the model that this one is a submodel of.
         has_activated_lora: whether an adapter of PEFT in the model looks for `alora_invocation_tokens`.
-        reads: number of masks and attention layers that read the document boundaries, with submodels.
-        supplied: number of attention layers that received the mask of the call, or its mask indices.
+        reads: number of masks and layers that read the document boundaries, with submodels.
+        supplied: number of layers that received the call's mask, or mask indices.
     """
 
     def __init__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outer: Call | None = None):

@@ -21,10 +21,10 @@ class Family(NamedTuple):
 
     Attributes:
         refused: why the backend cannot serve its models.
-        mixes: whether its layers mix tokens without an `nn.Conv1d`, or its head keeps keywords from its backbone.
+        mixes: whether layers mix tokens without an `nn.Conv1d`, or its head keeps keywords from its backbone.
         kernels: distributions whose kernels read document boundaries.
         window_in_mask: whether its sliding window is in the mask only.
-        drops_indices: whether it keeps keywords from its layers, and asks for a mask only if the call has one.
+        drops_indices: whether it keeps keywords from its layers, and asks for no mask without `attention_mask`.
     """
 
     refused: str = ""
@@ -99,11 +99,7 @@ def refuse_unsupported(config_class: type, implementation: str) -> None:
 
 
 def refuse_own_attention(model_class: Any, implementation: str) -> None:
-    """Raise for a model whose code shows that it does not look its attention up by name.
-
-    Raises:
-        NotImplementedError: the model has attention code of its own.
-    """
+    """Raise NotImplementedError for a model whose code does not look its attention up by name."""
     if model_class._supports_attention_backend or model_class._can_set_attn_implementation():
         return
     module = sys.modules[model_class.__module__]

@@ -52,7 +52,7 @@ SPLIT_BY_TORCH = (
     "context parallelism of torch and accelerate (cp_size > 1) is for 'sdpa' alone: with '{}' each rank would attend "
     "within its own part of the row; take PackedSFTTrainer, or leave cp_size at 1"
 )
-"""The error's text for context parallelism that exchanges the keys of 'sdpa' alone, with a place for the attention."""
+"""The error's text for context parallelism of 'sdpa' alone, with a place for the attention."""
 
 _ERRORS = {name: text for text, names in _REFUSED.items() for name in names.split()}
 
@@ -98,7 +98,7 @@ def check_keywords(kwargs: dict[str, Any], implementation: str) -> None:
 
 
 def check_window(window: Any) -> None:
-    """Raise for a sliding window of less than one token, which would hide every key."""
+    """Raise for a sliding window of less than one token."""
     if isinstance(window, int) and window < 1:
         raise ValueError(
             f"sliding_window must be at least 1, got {window}, which hides every key; set it to None in the model's "

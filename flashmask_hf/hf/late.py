@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flashmask_hf._numbers import check_device
 from flashmask_hf.hf.call import record_documents
 from flashmask_hf.hf.documents import UNBOUNDED, of_bounds, of_positions
 from flashmask_hf.hf.families import family_of
@@ -41,8 +42,7 @@ def late_mask(
         )
     if vectors.shape[1] > 1:
         refuse_shard_of_heads(module, query.shape[1])
-    if vectors.device != query.device:
-        raise ValueError(f"{VECTORS} is on {vectors.device}, but the layer runs on {query.device}; move it there")
+    check_device(VECTORS, vectors, "the layer", query)
     q_len, kv_len = query.shape[2], key.shape[2]
     if vectors.shape[2] != kv_len or q_len != kv_len:
         raise ValueError(

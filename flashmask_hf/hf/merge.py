@@ -66,14 +66,14 @@ def supplied_mask(
 
     def build() -> Any:
         if window is not None:  # which would cut what is out of range off; other masks are checked with their plan
-            # The message does not name the length: a compiler would specialize on the number and compile each length.
+            # A compiler would specialize on a length in the message.
             device_assert(
                 ((vectors >= 0) & (vectors <= vectors.shape[2])).all(),
                 f"{VECTORS} must lie in 0..S, the row's length, as they do in a mask made for this row; "
                 "FlashMask.validate(q_len=S) names the columns",
             )
         if causal and vectors.shape[-1] == 2:
-            # Columns LTS, UTE of a mask that is not causal show rows [UTE, LTS), so they have LTS > UTE somewhere.
+            # Columns LTS, UTE of a mask that is not causal have LTS > UTE somewhere.
             device_assert(
                 (vectors[..., 0] <= vectors[..., 1]).all(),
                 f"{VECTORS} with n = 2 on a causal layer are LTS, LTE, but a column has LTS > LTE; pass a mask that "

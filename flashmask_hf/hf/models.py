@@ -70,12 +70,12 @@ class ModelState:
         has_axes: whether it takes positions of several axes.
         has_segments: whether its layers attend within images, windows or clips, by its own boundaries.
         takes_packed_rows: whether `run_packed` was called on it.
-        rewrites: functions of a trainer that return the arguments of its calls, changed.
+        rewrites: a trainer's functions that return changed arguments of its calls.
         counts_layers: whether to count layers that receive the caller's mask.
-        is_counted: whether every layer received the caller's mask in a call.
-        is_probed: whether its calls run without the compiler, though it is compiled.
-        has_answered: whether the host has waited for a check in its calls.
-        has_warned: whether it warned of unread options of sparse attention.
+        is_counted: whether every layer received it in a call.
+        is_probed: whether its calls run without the compiler.
+        has_answered: whether the host has waited for a check.
+        has_warned: of unread options of sparse attention.
     """
 
     def __init__(self, model: Any):

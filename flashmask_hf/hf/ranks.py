@@ -49,8 +49,8 @@ def attend_in_parts(
     Raises:
         ValueError: as in `attention_forward`; there is a cache; or the model chooses its rotary frequencies by the
             longest position.
-        RuntimeError: a 2D attention_mask hides tokens, the layer's `position_ids` do not match its rows, or rows with
-            dropout are not split in blocks of 16 (device-side checks).
+        RuntimeError: a 2D attention_mask hides tokens, `position_ids` do not match the rows, or rows with dropout are
+            not split in blocks of 16 (device-side checks).
     """
     if key.shape[2] != query.shape[2]:
         raise ValueError(

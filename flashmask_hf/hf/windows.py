@@ -17,7 +17,7 @@ from flashmask_hf.names import VECTORS
 from flashmask_hf.torch_internals import device_assert, is_capturing
 
 _MAX_PAIRS = 2**22
-"""Number of pairs of a visible piece and a run of positions compared at a time."""
+"""Number of pairs of a visible piece and a run of positions at a time."""
 
 
 def apply_window(
@@ -36,7 +36,7 @@ def apply_window(
 
     Raises:
         NotImplementedError: a key needs several columns, and `mask` has several heads, or blocks cross the window; or,
-            while compiling, the window has two sides or the mask more than the column LTS.
+            while compiling, the window has two sides or the mask n > 1.
         RuntimeError: a key needs several columns while compiling (a device-side check).
     """
     length = mask.kv_len
@@ -87,7 +87,7 @@ def _hide_from(mask: FlashMask, limit: Tensor) -> FlashMask:
 
 
 def _rows_measure(mask: FlashMask, position_ids: Tensor, window: int, two_sided: bool) -> Tensor:
-    """Return whether distances in rows equal distances in positions wherever a row sees a key; bool []."""
+    """Return whether distances in rows equal distances in positions wherever visible; bool []."""
     length = mask.kv_len
     row = torch.arange(length, device=mask.device)
     first, last = outer_rows(mask.visible_intervals(length), length)

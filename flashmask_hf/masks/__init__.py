@@ -13,8 +13,8 @@ in every family:
 * `causal`: whether later keys are hidden.
 * `device`: device of the mask. None is the device of a tensor argument, or the CPU.
 
-All raise TypeError for a number that is not an int and a `causal` that is not a bool, and ValueError for an empty
-document, a packed row longer than `kv_len`, or `q_len` outside 1..kv_len.
+All raise TypeError for arguments of other types, and ValueError for an empty document, a packed row longer than
+`kv_len`, or `q_len` outside 1..kv_len.
 """
 
 from flashmask_hf.masks.diffusion import block_causal, block_diffusion, block_diffusion_order

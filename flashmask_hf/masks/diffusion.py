@@ -1,7 +1,7 @@
 """Masks of block diffusion language models (BD3LM, ICLR 2025, https://arxiv.org/abs/2503.09573).
 
-The paper's order, first the noisy half, needs more than two hidden intervals per key for packed documents. In mirrored
-order all rows that see a key are neighbours.
+The paper's order, first the noisy half, needs more than two hidden intervals per key. In mirrored order all rows that
+see a key are neighbours.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def _mirrored_rows(
     own_size = (block_end - block_start).clamp(min=1)  # 0 for some padding
     first_copy = copies * block_start
     token = block_start + torch.where(noisy, (row - first_copy) % own_size, row - (copies + 1) * count + block_end)
-    # A clean key is seen by the noisy blocks after its own and by the clean blocks from its own on: neighbours.
+    # A clean key is seen by the noisy blocks after its own and the clean blocks from its own on: neighbours.
     first = start + torch.where(noisy, row - token + block_start, copies * block_end)
     last = torch.where(noisy, first + block_end - block_start, end - block_start)
     return first, torch.minimum(last, end), start // (copies + 1) + token, noisy

@@ -32,8 +32,8 @@ def from_cu_seqlens(
         . . 1
 
     Args:
-        cu_seqlens: the start of each document and the end of the last; a list, or an int tensor or array
-            [documents + 1], which the host reads. Empty documents are left out.
+        cu_seqlens: start of each document and end of the last; a list, or an int tensor or array [documents + 1], which
+            the host reads. Empty documents are left out.
         kv_len: number of keys; None is the last entry.
 
     Returns:

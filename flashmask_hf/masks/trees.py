@@ -68,8 +68,8 @@ def tree(
 ) -> FlashMask:
     """A forest in depth-first order: each token sees its own node and its ancestors, causally.
 
-    The general form of `causal_document` and `share_question`, for rollouts and dialogues. It needs one integer per
-    key: the query row where the subtree of the key's node ends.
+    The general form of `causal_document` and `share_question`. It needs one integer per key: the query row where the
+    subtree of the key's node ends.
 
     `tree([(1, [(1, [1, 1]), 1]), 1])`, a root with two children, the first with two of its own, then a lone token:
 

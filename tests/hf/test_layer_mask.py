@@ -80,7 +80,7 @@ VECTORS = masks.causal_document([2, 4]).indices
         (VECTORS[:, :, :5], ValueError, r"5 tokens, but this layer has 6 queries and 6 keys; pass one column per tok"),
         (VECTORS.expand(3, 1, 6, 1), ValueError, r"has batch 3; it must be 1 or q's batch 2"),
         (VECTORS.expand(2, 3, 6, 1), ValueError, r"has 3 heads; it must have 1, Hkv = 2 or Hq = 4"),
-        (VECTORS.to("meta"), ValueError, r"is on meta, but the layer runs on cpu; move it"),
+        (VECTORS.to("meta"), ValueError, r"is on meta, but the layer is on cpu; move it"),
     ],
     ids=["list", "dtype", "rank", "n", "columns", "batch", "heads", "device"],
 )

@@ -47,7 +47,7 @@ def hides_more(indices: Tensor, attention_mask: Any, ends: Tensor | None = None)
 
     first = torch.arange(length, device=indices.device).expand(real.shape) * causal
     last = torch.full_like(first, length) if ends is None else ends[:, None].expand(real.shape)
-    # One set of rows holds the other: both begin at the key's row, or the other attention shows all rows.
+    # One set of rows holds the other: both begin at the key's row, or one is of all rows.
     wrong = torch.stack([real_rows(*piece) for piece in pieces]).sum(0) != real_rows(first, last)
     if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2 and attention_mask.shape[-1] == length:
         wrong = wrong & attention_mask[:, None].to(torch.bool)
@@ -189,7 +189,7 @@ def _are_documents_read(call: Call) -> Verdict | None:
     if call.indices is None:
         holds = None if call.documents is None else call.documents.is_one_per_row()
     elif call.tensor(VECTORS, 4) is not None and call.indices.shape[2] > call.tokens.shape[1]:
-        return None  # a row split over ranks: its layers check the split, and record no read where they are compiled
+        return None  # a row split over ranks, whose layers check the split
     else:
         holds = _covers_tokens(call) and ~hides_more(call.indices, call.named.get("attention_mask")).any()
     other = "" if call.is_ours else "load it with 'flashmask', or "
