@@ -56,15 +56,9 @@ def refuse(found: Any, problem: str) -> None:
 
 
 def check_context_parallel(args: Any, functions: Mapping[str, Any], *, trl_packs: bool) -> int:
-    """Return the number of ranks that share a row, after checking options of `PackedSFTTrainer`.
+    """Return the number of ranks that share a row; a ValueError for options of an SFT trainer that do not allow it.
 
-    Args:
-        args: a `trl.SFTConfig`.
-        functions: the trainer's keywords, among them functions of logits or losses.
-        trl_packs: whether TRL packs and collates the rows.
-
-    Raises:
-        ValueError: rows are split, and an option does not allow it.
+    `functions` are keywords of the trainer, among them functions of logits or losses.
     """
     size = context_parallel_size(args)
     if size > 1:
@@ -104,12 +98,7 @@ class ContextParallelMixin:
     """Whether a training step, its loss and its metrics get this rank's shards; otherwise they get whole batches."""
 
     def _start_context_parallel(self, size: int) -> None:
-        """Split rows into `size` shards from here on.
-
-        Raises:
-            ValueError: the model's attention is not "flashmask", it has recurrent or convolutional layers, its rotary
-                positions depend on the row's length, or it learns an auxiliary loss.
-        """
+        """Split rows into `size` shards from here on; a ValueError for models that do not allow it."""
         self._cp_size = size
         if self._copies > 1:
             self._gather_shared_rows()

@@ -128,7 +128,7 @@ class _EvenBatches:
 
 
 def _gather_unequal(gather: Any, data: Any) -> Any:
-    """Gather nested tensors of which ranks may have unequal numbers of rows, as in the last batches of a stream."""
+    """Gather nested tensors with unequal numbers of rows per rank, as in the last batches of a stream."""
 
     def gather_one(x: torch.Tensor) -> torch.Tensor:
         if not x.dim():

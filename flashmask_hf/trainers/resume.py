@@ -35,11 +35,7 @@ class ResumeMixin:
         super()._save_checkpoint(model, trial)
 
     def _load_callback_state(self) -> None:
-        """Restore the number of tokens, right after Trainer has read a checkpoint's state.
-
-        Raises:
-            ValueError: options of packing, or the rows per step of all ranks, differ from the checkpoint's.
-        """
+        """Restore the number of tokens after Trainer has read a checkpoint; a ValueError if it has read other rows."""
         own = self.state.stateful_callbacks.pop(_KEY, {}).get("attributes", {})
         self._place = own.get("place")
         self._total_train_tokens = own.get("num_tokens", self._total_train_tokens)

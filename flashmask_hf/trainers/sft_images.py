@@ -55,13 +55,7 @@ class ImagesMixin:
     _packs_images = False
 
     def _start_images(self, collator: Any, max_position_embeddings: int | None, max_image_tokens: int | None) -> None:
-        """Make collator and rows, with TRL's collator for one example.
-
-        Args:
-            collator: the user's `DataCollatorForPackedVisionLanguageModeling`, or None.
-            max_position_embeddings: the model's number of positions, or None.
-            max_image_tokens: maximum number of image tokens of a row, or None.
-        """
+        """Make collator and rows, with the user's `collator`, if any, and TRL's collator for one example."""
         model = unwrap_peft(self.accelerator.unwrap_model(self.model))
         stock: Any = self.data_collator
         unit, stock.max_length, stock.pad_to_multiple_of = stock.pad_to_multiple_of, None, None

@@ -289,30 +289,13 @@ def _refuse_too_few_prompts(trainer: Any) -> None:
 def _regrouping_window(trainer: Any) -> int:
     """Return the number of micro-batches within which rows can be regrouped by prompt; warn if groups stay split."""
     args = trainer.args
-    steps, rows = args.steps_per_generation, args.per_device_train_batch_size
-    generations = trainer.num_generations
+    steps, rows, generations = args.steps_per_generation, args.per_device_train_batch_size, trainer.num_generations
     if rows % generations:
         logger.warning(
             "A micro-batch has per_device_train_batch_size=%d rows, which is no multiple of num_generations=%d: a "
             "prompt is computed once per micro-batch with one of its completions. Set it to a multiple.",
             rows, generations,
         )  # fmt: skip
-    divided = _divides_by_micro_batch(trainer)
-    window = 1 if divided else math.gcd(steps, args.gradient_accumulation_steps)
-    if window < steps:
-        reason = divided or (
-            f"only {window} of the {steps} micro-batches belong to one optimizer step; set gradient_accumulation_steps "
-            f"to a multiple of steps_per_generation={steps}"
-        )
-        logger.warning(
-            "TRL scatters the completions of a prompt over %d micro-batches, and regrouping would change the loss: %s. "
-            "So fewer tokens are shared.", steps, reason,
-        )  # fmt: skip
-    return window
-
-
-def _divides_by_micro_batch(trainer: Any) -> str:
-    """Return why the loss depends on the rows of a micro-batch, or ""."""
     reasons = {
         "loss_type='bnpo' divides by a micro-batch's tokens ('dapo' by all)": getattr(trainer, "loss_type", "")
         == "bnpo",
@@ -320,4 +303,12 @@ def _divides_by_micro_batch(trainer: Any) -> str:
         "entropy_coef weighs the mean entropy of a micro-batch": getattr(trainer, "_entropy_bonus_enabled", False),
         "router_aux_loss_coef weighs a loss of a micro-batch": getattr(trainer, "aux_loss_enabled", False),
     }
-    return next((reason for reason, holds in reasons.items() if holds), "")
+    reason = next((reason for reason, holds in reasons.items() if holds), None)
+    window = math.gcd(steps, args.gradient_accumulation_steps) if reason is None else 1
+    if window < steps:
+        logger.warning(
+            "TRL scatters the completions of a prompt over %d micro-batches, and regrouping would change the loss: %s. "
+            "So fewer tokens are shared.", steps, reason or f"only {window} of the {steps} micro-batches belong to one "
+            f"optimizer step; set gradient_accumulation_steps to a multiple of steps_per_generation={steps}",
+        )  # fmt: skip
+    return window

@@ -254,14 +254,10 @@ def test_the_hooks_of_accelerate_are_left_out(tmp_path):
     assert not any(part._forward_pre_hooks for part in model.modules() if "Attention" in type(part).__name__)
 
 
-def test_predictions_of_parts_are_refused(tmp_path):
+def test_predictions_of_parts_and_batches_without_vectors_are_refused(tmp_path):
     trainer = trainer_of(tmp_path)
     with pytest.raises(ValueError, match="predictions would be of shards of rows"):
         trainer.prediction_step(trainer.model, {}, prediction_loss_only=False)
-
-
-def test_batches_without_vectors_are_refused(tmp_path):
-    trainer = trainer_of(tmp_path)
     with pytest.raises(ValueError, match="the batch has no startend_row_indices"):
         trainer._prepare_context_parallel_inputs(trainer.model, {"input_ids": torch.ones(1, 4, dtype=torch.int64)})
 

@@ -456,12 +456,9 @@ class LastBatch(EvenBatchesMixin, pair_weights.PairWeightsMixin, Stock):
     _copies, _counts_rows, _metrics = 1, True, {"eval": {}}
     args = types.SimpleNamespace(logging_nan_inf_filter=True)
     accelerator = types.SimpleNamespace(
-        device="cpu",
-        num_processes=1,
-        process_index=1,
-        gather=lambda x: x,
-        gather_for_metrics=lambda _: torch.arange(3) + 2**32,
-    )
+        device="cpu", num_processes=1, process_index=1,
+        gather=lambda x: x, gather_for_metrics=lambda _: torch.arange(3) + 2**32,
+    )  # fmt: skip
 
 
 def test_pairs_that_fill_the_last_batch_of_an_evaluation_do_not_count():

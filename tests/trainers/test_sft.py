@@ -425,33 +425,28 @@ def test_tokens_and_keys_are_counted_over_all_processes():
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"pad_to_multiple_of": 32}, {"collator": DataCollatorForPackedLanguageModeling(max_length=16)}],
-    ids=["padded", "several rows"],
+    ("pad", "multiple", "collator"),
+    [
+        ("<pad>", 32, None),
+        ("<eos>", 32, None),
+        ("<pad>", None, DataCollatorForPackedLanguageModeling(max_length=16)),
+    ],
+    ids=["padded", "padded as documents end", "several rows"],
 )
-def test_the_log_counts_each_token_once(options, tmp_path, model):
-    """As in TRL, of the runs of a trainer together."""
-    collator = options.pop("collator", None)
-    args = arguments(tmp_path, max_length=16, eval_strategy="steps", eval_steps=1, max_steps=1, **options)
+def test_each_token_is_counted_once_and_padding_not(pad, multiple, collator, tmp_path, model):
+    """The log counts the runs of a trainer together, as in TRL, its state each run."""
+    tokenizer = word_tokenizer()
+    tokenizer.pad_token = pad
+    options = {"eval_strategy": "steps", "eval_steps": 1, "include_num_input_tokens_seen": "non_padding"}
+    args = arguments(tmp_path, max_length=16, max_steps=1, pad_to_multiple_of=multiple, **options)
     rows = Dataset.from_list([TEXT] * 8)  # of seven tokens each
-    trainer = PackedSFTTrainer(model, args, collator, train_dataset=rows, eval_dataset=rows)
+    trainer = PackedSFTTrainer(model, args, collator, rows, rows, tokenizer)
     for run in (1, 2):
         trainer.train()
         entries = [entry for entry in trainer.state.log_history if "loss" in entry or "eval_loss" in entry]
         counts = [entry.get("num_tokens", entry.get("eval_num_tokens")) for entry in entries]
         assert counts == [run * 56, run * 56]
-
-
-@pytest.mark.parametrize("pad", ["<pad>", "<eos>"])
-def test_input_tokens_seen_are_told_from_padding_by_the_row(pad, tmp_path, model):
-    tokenizer = word_tokenizer()
-    tokenizer.pad_token = pad
-    options = {"include_num_input_tokens_seen": "non_padding", "pad_to_multiple_of": 40, "max_steps": 1}
-    args = arguments(tmp_path, max_length=16, **options)
-    rows = Dataset.from_list([TEXT] * 8)  # of seven tokens each
-    trainer = PackedSFTTrainer(model, args, train_dataset=rows, processing_class=tokenizer)
-    trainer.train()
-    assert trainer.state.num_input_tokens_seen == 56
+        assert trainer.state.num_input_tokens_seen == 56
 
 
 @pytest.mark.parametrize("packing", [False, True])
