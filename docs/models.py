@@ -78,13 +78,13 @@ METHOD = """
 
 `python docs/models.py` writes this page, and `tests/hf/test_models.py` checks every cell.
 
-Every family is built tiny with random weights and run in float32 on the CPU, with flashmask and with eager attention.
+Every family is built tiny with random weights and run in float32 on the CPU, with flashmask and eager attention.
 Logits and, in training, all gradients must agree within 1e-4 of the largest entry. Generation is three tokens; packed
 rows and mask indices continue the last document in the cache. With mask indices `generate` must raise.
 
-With transformers 5.24 and torch 2.14, codegen and gptj work; falcon_mamba, mamba and mamba2 also raise in generation
-for mask indices. Of its new families, apertus1p5_text, exaone, omniasr, sarvam_mla and sarvam_moe work, lara_mini
-except for packed rows and mask indices; hy_v4_vl_text and inkling2_loop_text raise.
+With transformers 5.24 and torch 2.15, codegen and gptj work; falcon_mamba, mamba and mamba2 also raise in generation
+for mask indices. Of its new families, apertus1p5, dory, exaone, omniasr, sarvam_mla and sarvam_moe work, lara_mini
+for single documents; hy_v4_vl and inkling2_loop raise.
 """
 
 

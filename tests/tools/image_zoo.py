@@ -37,6 +37,12 @@ _SAM = dict(hidden_size=32, num_attention_heads=4, output_channels=32, downsampl
 _OCR: dict[str, Any] = dict(vision_config=dict(sam_config=_SAM, encoder_config=dict(hidden_size=32)))
 
 _FAMILIES: dict[str, dict[str, Any]] = {
+    "apertus1p5": dict(
+        image_token_offset=30,
+        audio_token_offset=38,
+        vision_config=dict(codebook_size=8, base_channels=32),
+        audio_config=dict(codebook_size=8),
+    ),
     "aria": dict(image_token_index=IMAGE, projector_patch_to_query_dict={16: 4}, vision_feature_layer=-1),
     "blip-2": dict(image_token_index=IMAGE, num_query_tokens=4),
     "chameleon": dict(
@@ -77,11 +83,8 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "gemma4_unified": dict(
         vision_config=dict(mm_embed_dim=32, mm_posemb_size=64, output_proj_dims=32, patch_size=4, pooling_kernel_size=2)
     ),
-    "glm46v": _axes(2, 1, 1),
-    "glm4v": _axes(2, 1, 1),
+    **dict.fromkeys(("glm46v", "glm4v", "glm_ocr", "glmga", "paddleocr_vl", "qwen2_vl"), _axes(2, 1, 1)),
     "glm4v_moe": _axes(1, 1, 0),
-    "glm_ocr": _axes(2, 1, 1),
-    "glmga": _axes(2, 1, 1),
     "granite4_vision": _SIZES
     | dict(
         deepstack_layer_map=[[-2, 0]],
@@ -115,13 +118,11 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "muse_glimmer": dict(out_hidden_size=128),
     "muse_spark": dict(out_hidden_size=128),
     "nemotron_h_omni": dict(image_token_id=IMAGE, vision_hidden_size=32, text_config=NEMOTRON_H),
-    "paddleocr_vl": _axes(2, 1, 1),
     "perception_lm": dict(
         vision_config=dict(model_args=dict(embed_dim=32)), vision_use_cls_token=False, projector_pooling_ratio=1
     ),
     "qwen2_5_omni_thinker": _axes(2, 1, 1) | _WINDOWS | _OMNI,
     "qwen2_5_vl": _axes(2, 1, 1) | _WINDOWS,
-    "qwen2_vl": _axes(2, 1, 1),
     "qwen3_omni_moe_thinker": _OMNI,
     "shieldgemma2": dict(mm_tokens_per_image=4),
     "step3p7": dict(text_config=dict(sliding_window=6)),
@@ -135,40 +136,37 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 _GRID = [[4, 4]]
 _MINICPM = dict(pixel_values=(1, 3, 8, 128), target_sizes=_GRID)
 _IMAGE = (1, 3, 32, 32)
+_PLAIN = dict(pixel_values=_IMAGE)
 _LOCAL = dict(pixel_values_local=(2, 3, 32, 32), num_local_patches=[2])
+_INKLING = dict(image_grid_thw=[[1, 2, 2]], pixel_values=(4, 16, 16, 3))
 _QFORMER = dict(qformer_input_ids=[[5, 6]], qformer_attention_mask=[[1, 1]])
 
 _PIXELS: dict[str, dict[str, Any]] = {
     "aria": dict(pixel_values=_IMAGE, pixel_mask=[[[True] * 32] * 32]),
-    "blip": dict(pixel_values=_IMAGE),
-    "deepseek_ocr2": dict(pixel_values=_IMAGE) | _LOCAL,
+    **dict.fromkeys(("blip", "git", "pp_formulanet", "vision-encoder-decoder"), _PLAIN),
+    "deepseek_ocr2": _PLAIN | _LOCAL,
     "deepseek_vl_hybrid": dict(pixel_values=_IMAGE, high_res_pixel_values=_IMAGE),
     "diffusion_gemma": dict(pixel_values=(1, 4, 48), image_position_ids=[[[0, 0], [1, 0], [0, 1], [1, 1]]]),
     "fuyu": dict(pixel_values=(1, 4, 192)),
     "gemma4_unified": dict(pixel_values=(1, 4, 192), image_position_ids=[[[0, 0], [1, 0], [0, 1], [1, 1]]]),
-    "git": dict(pixel_values=_IMAGE),
     "granite_docling": dict(pixel_values=(1, 1, 3, 32, 32), pixel_attention_mask=[[True]]),
     "idefics": dict(pixel_values=(1, 1, 3, 32, 32), image_attention_mask=[[[1]] * 9]),
-    "inkling2": dict(image_grid_thw=[[1, 2, 2]], pixel_values=(4, 16, 16, 3)),
+    **dict.fromkeys(("inkling2", "inkling2_loop"), _INKLING),
     "inkling_mm_model": dict(pixel_values=(4, 2, 4, 4, 3)),
-    "instructblip": dict(pixel_values=_IMAGE) | _QFORMER,
+    "instructblip": _PLAIN | _QFORMER,
     "instructblipvideo": dict(pixel_values=(1, 4, 3, 32, 32)) | _QFORMER,
     "kosmos-2": dict(pixel_values=_IMAGE, image_embeds_position_mask=[[1]]),
     "kosmos-2.5": dict(flattened_patches=(1, 4, 194), width=[2], height=[2], image_embeds_position_mask=[[1]]),
-    "minicpm_ocr": _MINICPM,
-    "minicpmv4_6": _MINICPM,
-    "minicpmv4_7": _MINICPM,
+    **dict.fromkeys(("minicpm_ocr", "minicpmv4_6", "minicpmv4_7"), _MINICPM),
     "mllama": dict(pixel_values=(1, 1, 1, 3, 32, 32), aspect_ratio_ids=[[1]], aspect_ratio_mask=[[[1]]]),
     "molmo2": dict(pixel_values=(1, 16, 192), image_token_pooling=[[0, 1, 4, 5]], image_grids=[[1, 1, 0, 0]]),
     "nemotron_h_omni": dict(pixel_values=(16, 192), image_grid_hw=_GRID),
     "perception_lm": dict(pixel_values=(1, 1, 3, 32, 32)),
     "pi0": dict(pixel_values=(1, 1, 3, 32, 32), pixel_attention_mask=[[1]], state=(1, 32)),
     "pix2struct": dict(flattened_patches=(1, 4, 194)),
-    "pp_formulanet": dict(pixel_values=_IMAGE),
-    "step3p7": dict(pixel_values=_IMAGE) | _LOCAL,
+    "step3p7": _PLAIN | _LOCAL,
     "udop": dict(pixel_values=_IMAGE, bbox=[[[0, 0, 1, 1]] * 9]),
     "unlimited_ocr": dict(pixel_values=_IMAGE, patches_grid=[[2, 1]]) | _LOCAL,
-    "vision-encoder-decoder": dict(pixel_values=_IMAGE),
 }
 """Inputs of one image that no form of `_pixels` has: shapes of pixels, and numbers."""
 

@@ -111,6 +111,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "deformable_detr": _DETR,
     "detr": _DETR,
     "diffusion_gemma_text": dict(num_experts=4, top_k_experts=2, moe_intermediate_size=16),
+    "dory": dict(num_hidden_layers=4, n_input_layers=1, n_recurrent_layers=2, n_output_layers=1, layer_types=None),
     "dots1": dict(n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2),
     "dots3_note_text": dict(per_layer_config={}, head_dim=16),
     "ernie4_5_vl_moe_text": dict(rope_parameters=dict(mrope_section=[1, 1, 2])),
@@ -431,9 +432,10 @@ def _result(model: Any, case: _Case, mode: str) -> dict[str, Tensor]:
             out = model(**call, **cached)
             parts.append(out.logits if "logits" in out else out.last_hidden_state)
         for step in case.steps if mode == "generate" else ():
-            if out.get("past_key_values") is None:
+            cache = "past_key_values" if "past_key_values" in _parameters(model) else "cache"  # since transformers 5.24
+            if out.get(cache) is None:
                 raise _NoCache
-            out = model(**step, past_key_values=out.past_key_values, **cached)
+            out = model(**step, **{cache: out[cache]}, **cached)
             parts.append(out.logits if "logits" in out else out.last_hidden_state)
         out = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
         if case.real is not None:
