@@ -136,18 +136,14 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
         self._packs_images = packs_images(train_dataset, config)
         as_text = functools.partial(without_media, images=self._packs_images)
         datasets = each_dataset(as_text, train_dataset, eval_dataset)
-        self._formatting, given_collator = kwargs.get("formatting_func"), data_collator
+        given_collator = data_collator
         self._reads_weights = share_prefixes or loss_mean == "example"
         packs_text = _prepares_rows(args) and not (self._packs_images or trl_packs)
-        own = {
-            "row_length": row_length is not None,
-            "loss_mean": loss_mean != "token",
-            "share_prefixes": share_prefixes,
-        }
-        given = [name for name, is_set in own.items() if is_set]
-        if given and not packs_text:
+        own = {"row_length": row_length, "loss_mean": loss_mean, "share_prefixes": share_prefixes}
+        changed = [name for name, value in own.items() if value is not None and value not in ("token", False)]
+        if changed and not packs_text:
             way = "leave it, images, TRL's packing or skip_prepare_dataset out"
-            raise ValueError(f"{given[0]} needs rows of text that this trainer packs; {way}")
+            raise ValueError(f"{changed[0]} needs rows of text that this trainer packs; {way}")
         if self._reads_weights:
             check_weighing(args, compute_loss_func)
         if args.max_length is None and not trl_packs:
@@ -155,7 +151,7 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
         if not trl_packs and max_position_embeddings is None:
             max_position_embeddings = getattr(config.get_text_config(), "max_position_embeddings", None)
         if self._packs_images:
-            check_image_options(parts=parts, split=split, formatting_func=self._formatting)
+            check_image_options(parts=parts, split=split, formatting_func=kwargs.get("formatting_func"))
             data_collator = None  # TRL's, for one example
         elif not trl_packs:
             collator = checked_collator(
@@ -167,13 +163,7 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
             )
             data_collator = pad_for_parts(collator, parts)
         self.row_length = row_length or args.max_length
-        self._packing_options: dict[str, Any] = {
-            "max_position_embeddings": max_position_embeddings,
-            "split": split,
-            "row_length": row_length,
-            "share_prefixes": share_prefixes,
-            "loss_mean": loss_mean,
-        }
+        self._packing_options = own | {"max_position_embeddings": max_position_embeddings, "split": split}
         with flashmask_policy(model, args):
             super().__init__(model, args, data_collator, *datasets, processing_class, peft_config=peft_config, **kwargs)
         trained = self.accelerator.unwrap_model(self.model)
@@ -247,8 +237,9 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
         """Run Trainer's `predict` on raw or tokenized rows; results are of the packed rows."""
         config = self.args
-        if _prepares_rows(config):
-            options = config, config.packing if config.eval_packing is None else config.eval_packing, self._formatting
+        if not self._skip_prepare_dataset:
+            packing = config.packing if config.eval_packing is None else config.eval_packing
+            options = config, packing, self._formatting_func
             test_dataset = self._prepare_dataset(test_dataset, self.processing_class, *options, "test")
         return super().predict(test_dataset, *args, **kwargs)
 
