@@ -209,7 +209,7 @@ REGISTRY: list[Implementation] = [Hopper(), Triton(), Torch(), Reference()]
 class Choice(NamedTuple):
     """The implementations that a call tries in their order.
 
-    `reason` says why no better one is chosen, or is the error's message if none serves.
+    `reason` says why impl=None chooses no better one, or is the error's message if none serves.
     """
 
     implementations: tuple[Implementation, ...]
@@ -238,8 +238,6 @@ def choose(request: Request) -> Choice:
         slower = REGISTRY[REGISTRY.index(candidates[-1]) + 1 :]
         ways_out = [f"impl={one.name!r} can, more slowly" for one in slower if one.why_not(request) is None]
         return Choice((), "; ".join([refused[-1], *ways_out[:1]]))
-    if impl is not None:
-        return Choice(serving, "it was asked for and takes this device, dtype and head_dim")
     left_out = REGISTRY[0].left_out(device)
     return Choice(serving, left_out or "; ".join(["the kernels take this device, dtype and head_dim", *refused]))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from flashmask_hf.hf.documents import UNBOUNDED, run_bounds
 from flashmask_hf.hf.layer_mask import LayerMask
@@ -124,14 +125,10 @@ def _column_per_piece(
         _visible_pieces([x[b] for x in starts], [x[b] for x in ends], position[b], window, two_sided)
         for b in range(batch)
     ]
-    count = max(1, *(len(keys) for keys, _, _ in pieces))
-    keys = mask.indices.new_zeros(batch, count, dtype=torch.int64)
-    columns = mask.indices.new_zeros(batch, 1, count, 2)  # LTS, UTE: zeros are a column that no row sees
-    for b, (key, start, end) in enumerate(pieces):
-        keys[b, : len(key)] = key
-        columns[b, 0, : len(key)] = torch.stack([end, start], -1)
-    row = torch.arange(length, device=keys.device)
-    one_each = count == length and bool((keys == row).all())
+    one = row.new_zeros(1)  # at least one column; zeros are a column that no row sees
+    keys, first, last = (pad_sequence([*x, one], batch_first=True)[:-1] for x in zip(*pieces, strict=True))
+    columns = torch.stack([last, first], -1)[:, None].to(torch.int32)
+    one_each = keys.shape[1] == length and bool((keys == row).all())
     return LayerMask(FlashMask(columns, causal=False, q_len=length), None if one_each else keys)
 
 
