@@ -72,14 +72,14 @@ class FlagError(ValueError):
 
 
 class Parser(TrlParser):
-    """Parses flags and files, and raises a FlagError for a count below 1 before a trainer's arguments divide by it."""
+    """Parses flags and files, and raises a FlagError for a count that is too small, before a trainer divides by it."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse flags, and return them and those that are unknown."""
         found, rest = super().parse_known_args(args, namespace)
-        for name in COUNTS:
-            if isinstance(value := getattr(found, name, None), int) and value < 1:
-                raise FlagError(f"{name} must be at least 1, got {value}")
+        for name, least in {**dict.fromkeys(COUNTS, 1), "show": 0}.items():
+            if isinstance(value := getattr(found, name, None), int) and value < least:
+                raise FlagError(f"{name} must be at least {least}, got {value}")
         return found, rest
 
 

@@ -43,7 +43,7 @@ from transformers.utils.import_utils import is_torch_bf16_gpu_available
 import flashmask_hf  # noqa: F401  registers the attention implementations
 
 sys.path.insert(0, str(Path(__file__).parent / "benchmarks"))
-from harness import Results, count, synchronize  # pyright: ignore[reportMissingImports]
+from harness import Results, amount, count, synchronize  # pyright: ignore[reportMissingImports]
 
 BASE = "sdpa"
 HASH = "flashmask_hash"
@@ -200,8 +200,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--length", type=count, default=8192, help="number of bytes of a row")
     parser.add_argument("--batch", type=count, default=4, help="number of rows of a step in one process")
     parser.add_argument("--steps", type=count, default=1000, help=f"number of steps; more than {TURN} to time them")
-    parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate of the cosine schedule")
-    parser.add_argument("--held-out", type=int, default=32, help="number of rows to evaluate on, a multiple of --batch")
+    parser.add_argument("--lr", type=amount, default=1e-3, help="peak learning rate of the cosine schedule")
+    parser.add_argument(
+        "--held-out", type=count, default=32, help="number of rows to evaluate on, a multiple of --batch"
+    )
     parser.add_argument("--separate-keys", action="store_true", help="give keys a projection of their own")
     parser.add_argument("--compile", action="store_true", help="compile the models, with CUDA graphs on a GPU")
     parser.add_argument("--time-only", action="store_true", help="skip evaluation and the file of steps")

@@ -39,7 +39,7 @@ def pages() -> list[Path]:
 def draw_all(folder: Path) -> None:
     """Draw all charts and masks into a folder."""
     (folder / "masks").mkdir(parents=True, exist_ok=True)
-    with rc_context(STYLE):
+    with rc_context(fname=STYLE):
         for name, chart in CHARTS.items():
             draw(chart, folder / f"{name}.svg")
     for name, picture in PICTURES.items():

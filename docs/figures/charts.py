@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from results import (
     RATE,
@@ -35,7 +34,6 @@ from results import (
     size_of,
     timed,
     trained,
-    updates,
 )
 
 from flashmask_hf import FlashMask, masks
@@ -43,25 +41,7 @@ from flashmask_hf import FlashMask, masks
 OURS, ALSO_OURS, INK = "#3f6b8f", "#8fb0c9", "#4a4a4a"
 GREY, OTHER, LIGHT = "#8f8a81", "#b3ada3", "#d3cfc7"
 GREYS = {"flash_attention": INK, "fa4": INK, "cudnn": GREY, "flex": GREY, "whole": "white"}  # other peers are light
-STYLE: dict[Any, Any] = {
-    "font.size": 11,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": GREY,
-    "axes.linewidth": 0.6,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.labelsize": 10,
-    "axes.titlesize": 11,
-    "legend.fontsize": 9,
-    "legend.frameon": False,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "xtick.labelsize": 9,
-    "ytick.labelsize": 9,
-    "svg.fonttype": "none",  # text stays text: it can be read, searched and compared
-    "svg.hashsalt": "flashmask",
-}
+STYLE = Path(__file__).with_suffix(".mplstyle")
 Bars = dict[str, dict[str, tuple[float, str]]]
 """Length and text of the bar of each provider, by group."""
 
@@ -96,12 +76,7 @@ def headlines() -> dict[str, tuple[str, list[Row]]]:
         found[task] = f"{size_of(run[0])}, rows of {int(length):,}", select(run, length=length)
     case = {"groups": "4", "generations": "8", "prompt": "1024", "completion": "256"}
     conditions = f"1B, update, {case['groups']} prompts x {case['generations']}"
-    return found | {"GRPO": (conditions, select(updates(), model="llama-3.2-1b", **case))}
-
-
-def case_of(row: Mapping[str, str]) -> str:
-    """Return how charts write a micro-batch of GRPO."""
-    return f"{row['groups']} x {row['generations']}, {int(row['prompt']):,} : {int(row['completion']):,}"
+    return found | {"GRPO": (conditions, select(read_all("grpo_*"), model="llama-3.2-1b", **case))}
 
 
 def draw_bars(figure: Figure, bars: Bars, line: str = "") -> None:
@@ -127,14 +102,35 @@ def draw_bars(figure: Figure, bars: Bars, line: str = "") -> None:
         axes.text(1, 0, f" {line}", transform=axes.get_xaxis_transform(), fontsize=9, va="top")
 
 
+def draw_gains(
+    figure: Figure, cases: Mapping[str, list[Row]], line: str, form: str = "over {}", names: Callable = name_of
+) -> list[float]:
+    """Draw the speed of each case over its fastest other way, named in this form, and return the speeds."""
+    bars = Bars()
+    for title, case in cases.items():
+        other = form.format(names(fastest(case)[1]["implementation"]))
+        bars[title] = {"flashmask": (gain(case), f"{gain(case):.2f}x  {other}".rstrip())}
+    draw_bars(figure, bars, line)
+    return [bar["flashmask"][0] for bar in bars.values()]
+
+
+def gains_chart(
+    figure: Figure,
+    cases: Callable[[], list[list[Row]]],
+    name: Callable[[Row], str],
+    line: str,
+    title: str,
+    **options: Any,
+) -> str:
+    """Draw the gains of cases, named by their first rows; the title has the least gain and the largest."""
+    speeds = draw_gains(figure, {name(case[0]): case for case in cases()}, line, **options)
+    return title.format(min(speeds), max(speeds))
+
+
 def tasks_chart(figure: Figure) -> str:
     """Draw each task's speed over the fastest other way to run it."""
-    bars, speeds = Bars(), list[float]()
-    for task, (conditions, rows) in headlines().items():
-        speeds.append(gain(rows))
-        other = name_of(fastest(rows)[1]["implementation"])
-        bars[f"{task}\n{conditions}"] = {"flashmask": (speeds[-1], f"{speeds[-1]:.2f}x  {other}")}
-    draw_bars(figure, bars, "fastest other way = 1")
+    cases = {f"{task}\n{conditions}": rows for task, (conditions, rows) in headlines().items()}
+    speeds = draw_gains(figure, cases, "fastest other way = 1", "{}")
     packed, shared = sorted(speeds[:2]), sorted(speeds[2:])
     title = f"Training speed over the fastest other way: {packed[0]:.2f}x to {packed[-1]:.2f}x on packed documents, "
     return f"{title}{shared[0]:.1f}x to {shared[-1]:.1f}x on shared prompts"
@@ -155,18 +151,6 @@ def rates_chart(figure: Figure, tasks: Sequence[str]) -> str:
     return f"Tokens per second; flashmask over the fastest other way: {', '.join(says)}"
 
 
-def grpo_chart(figure: Figure) -> str:
-    """Draw updates of GRPO over the fastest padded one."""
-    cases = groups(select(updates(), model="llama-3.2-1b"), "groups", "prompt", "completion")
-    speeds = {case_of(case[0]): (gain(case), name_of(fastest(case)[1]["implementation"])) for case in cases}
-    bars = {name: {"flashmask": (speed, f"{speed:.2f}x  over {other}")} for name, (speed, other) in speeds.items()}
-    draw_bars(figure, bars, "fastest padded = 1")
-    title = (
-        f"A GRPO update runs {min(speeds.values())[0]:.1f}x to {max(speeds.values())[0]:.1f}x as fast as the fastest "
-    )
-    return f"{title}padded one (prompts x completions, tokens of a prompt : completion)"
-
-
 IMAGE_WAYS = {
     "flashmask": "packed rows",
     "trl_flash_attention_4": "FlashAttention-4, padded",
@@ -175,27 +159,6 @@ IMAGE_WAYS = {
     "trl_sdpa_single": "SDPA, one by one",
 }
 """Ways to run conversations with images, in the order of a table."""
-
-
-def image_cases() -> list[list[Row]]:
-    """Return the rows of fine-tuning on images, in groups of one model, length and share of images."""
-    order = {name: place for place, name in enumerate(("qwen2.5-vl-3b", "gemma-3-4b"))}
-    cases = groups(read_all("images_*"), "shape", "length", "task")
-    return sorted(cases, key=lambda case: (order[case[0]["shape"]], int(case[0]["length"]), case[0]["task"]))
-
-
-def images_chart(figure: Figure) -> str:
-    """Draw fine-tuning on images over the fastest way of stock TRL."""
-    bars, speeds = Bars(), list[float]()
-    for case in image_cases():
-        speeds.append(gain(case))
-        row, other = case[0], IMAGE_WAYS[fastest(case)[1]["implementation"]]
-        name = f"{row['shape']}, {int(row['length']) // 1024}K, {row['task'].rpartition('_')[2]}% images"
-        bars[name] = {"flashmask": (speeds[-1], f"{speeds[-1]:.2f}x  over {other}")}
-    draw_bars(figure, bars, "fastest of stock TRL = 1")
-    return f"Packed rows with images train {min(speeds):.1f}x to {max(speeds):.1f}x as fast as the fastest of stock TRL"
-
-
 EMBEDDING_WAYS = {"flashmask": "flat rows", "sdpa": "SDPA, padded"} | {
     f"flash_attention_{n}{form}": f"FlashAttention-{n}, {'flat rows' if form else 'padded'}"
     for form in ("", "_flat")
@@ -204,68 +167,90 @@ EMBEDDING_WAYS = {"flashmask": "flat rows", "sdpa": "SDPA, padded"} | {
 """Ways to train embedding models and rerankers, in the order of a table."""
 EMBEDDING_CASES = {"sentences": "pairs of sentences", "passages": "sentences and passages",
                    "rerank": "reranker", "rerank_scores": "reranker, scores"}  # fmt: skip
-
-
-def embedding_cases() -> list[list[Row]]:
-    """Return the rows of embedding models and rerankers, in groups of one model, case and batch."""
-    return groups(read_all("embeddings_*"), "shape", "case", "size")
-
-
-def embeddings_chart(figure: Figure) -> str:
-    """Draw embedding models and rerankers over the fastest padded way."""
-    bars, speeds = Bars(), list[float]()
-    for case in embedding_cases():
-        rates = {row["provider"]: float(row[RATE]) for row in timed(case)}
-        best = max(
-            (name for name in rates if name != "flashmask" and "_flat" not in name), key=lambda name: rates[name]
-        )
-        speeds.append(rates["flashmask"] / rates[best])
-        name = f"{case[0]['shape']}, {EMBEDDING_CASES[case[0]['case']]} x {case[0]['size']}"
-        bars[name] = {"flashmask": (speeds[-1], f"{speeds[-1]:.2f}x  over {EMBEDDING_WAYS[best]}")}
-    draw_bars(figure, bars, "fastest padded way = 1")
-    return f"Rows without padding, and queries computed once, are {min(speeds):.1f}x to {max(speeds):.1f}x as fast"
-
-
 DIFFUSION_WAYS = {
     "flashmask": "packed rows",
     "flex_attention": "packed rows, FlexAttention",
     "dllm_sdpa": "dllm: padded, SDPA",
 }
 """Ways to train block diffusion, in the order of a table."""
+DRAFTERS = {"eagle3": "EAGLE-3", "dflash": "DFlash"}
+
+
+def image_cases() -> list[list[Row]]:
+    """Return the rows of fine-tuning on images, in groups of one model, length and share of images."""
+    rows = sorted(read_all("images_*"), key=lambda row: (int(row["length"]), row["task"]))
+    return groups(sorted(rows, key=lambda row: row["shape"], reverse=True), "shape", "length", "task")
+
+
+def padded_cases() -> list[list[Row]]:
+    """Return the rows of embedding models and rerankers but for other flat rows, in groups of one case."""
+    rows = [row for row in read_all("embeddings_*") if "_flat" not in row["provider"]]
+    return groups(rows, "shape", "case", "size")
+
+
+def draft_cases() -> list[list[Row]]:
+    """Return the rows of drafters with a rate, in groups of one layer and length that both ways ran."""
+    rows = [{**row, RATE: str(round(1e9 / float(row["milliseconds"])))} for row in timed(read_all("drafts_*"))]
+    return [case for case in groups(rows, "task", "length") if len(case) == 2]
+
+
+def share_of(row: Row) -> str:
+    """Return the percentage of a task's tokens that are in images."""
+    return f"{row['task'].rpartition('_')[2]}%"
+
+
+def kilo(row: Row) -> str:
+    """Return the length of a row in units of 1,024 tokens."""
+    return f"{int(row['length']) // 1024}K"
+
+
+GAINS: dict[str, dict[str, Any]] = {
+    "grpo": {
+        "cases": lambda: groups(select(read_all("grpo_*"), model="llama-3.2-1b"), "groups", "prompt", "completion"),
+        "name": "{groups} x {generations}, {prompt:,.0f} : {completion:,.0f}".format_map,
+        "line": "fastest padded = 1",
+        "title": "A GRPO update runs {:.1f}x to {:.1f}x as fast as the fastest padded one (prompts x completions, "
+        "tokens of a prompt : completion)",
+    },
+    "images": {
+        "cases": image_cases,
+        "name": lambda row: f"{row['shape']}, {kilo(row)}, {share_of(row)} images",
+        "line": "fastest of stock TRL = 1",
+        "title": "Packed rows with images train {:.1f}x to {:.1f}x as fast as the fastest of stock TRL",
+        "names": IMAGE_WAYS.get,
+    },
+    "embeddings": {
+        "cases": padded_cases,
+        "name": lambda row: f"{row['shape']}, {EMBEDDING_CASES[row['case']]} x {row['size']}",
+        "line": "fastest padded way = 1",
+        "title": "Rows without padding, and queries computed once, are {:.1f}x to {:.1f}x as fast",
+        "names": EMBEDDING_WAYS.get,
+    },
+    "drafts": {
+        "cases": draft_cases,
+        "name": lambda row: f"{DRAFTERS[row['task']]}, {kilo(row)}",
+        "line": "FlexAttention = 1",
+        "title": "Layers of drafters with masks run {:.1f}x to {:.1f}x as fast as FlexAttention",
+        "form": "",
+    },
+}
+"""Arguments of `gains_chart`, by the name of the chart."""
 
 
 def diffusion_chart(figure: Figure) -> str:
     """Draw block diffusion by length, over dllm's way."""
-    bars, speeds = Bars(), list[float]()
+    bars = Bars()
     for case in groups(read_all("diffusion_*"), "shape", "length"):
         rates = {row["implementation"]: float(row[RATE]) for row in trained(case)}
         if {"flashmask", "dllm_sdpa"} <= rates.keys():
-            speeds.append(rates["flashmask"] / rates["dllm_sdpa"])
             ratios = {name: rates[name] / rates["dllm_sdpa"] for name in DIFFUSION_WAYS if name in rates}
-            texts = {name: f"{ratio:.2f}x  {DIFFUSION_WAYS[name]}" for name, ratio in ratios.items()}
-            bars[f"{case[0]['shape']}, {int(case[0]['length']) // 1024}K"] = {
-                name: (ratio, texts[name]) for name, ratio in ratios.items()
-            }
+            group = {name: (ratio, f"{ratio:.2f}x  {DIFFUSION_WAYS[name]}") for name, ratio in ratios.items()}
+            bars[f"{case[0]['shape']}, {kilo(case[0])}"] = group
     draw_bars(figure, bars)
+    speeds = [group["flashmask"][0] for group in bars.values()]
     return (
         f"Block diffusion on packed rows trains {min(speeds):.1f}x to {max(speeds):.1f}x as fast as in padded batches"
     )
-
-
-DRAFTERS = {"eagle3": "EAGLE-3", "dflash": "DFlash"}
-
-
-def drafts_chart(figure: Figure) -> str:
-    """Draw attention of drafters over FlexAttention."""
-    bars, speeds = Bars(), list[float]()
-    for case in groups([row for row in read_all("drafts_*") if row["milliseconds"]], "task", "length"):
-        ours, other = (select(case, implementation=x) for x in ("flashmask", "flex_attention"))
-        if ours and other:
-            speeds.append(float(other[0]["milliseconds"]) / float(ours[0]["milliseconds"]))
-            name = f"{DRAFTERS[case[0]['task']]}, {int(case[0]['length']) // 1024}K"
-            bars[name] = {"flashmask": (speeds[-1], f"{speeds[-1]:.2f}x")}
-    draw_bars(figure, bars, "FlexAttention = 1")
-    return f"Layers of drafters with masks run {min(speeds):.1f}x to {max(speeds):.1f}x as fast as FlexAttention"
 
 
 def parallel_chart(figure: Figure) -> str:
@@ -376,35 +361,6 @@ def sparsity_chart(figure: Figure) -> str:
     return "Time falls in a straight line with the hidden share of the tiles"
 
 
-STEPS = ((260, 90, 420), (380, 80, 300), (200, 110, 520), (440, 90, 260), (300, 120, 0))
-"""Tokens of thinking, call and result of each step of an agent's trajectory."""
-
-
-def trie_chart(figure: Figure) -> str:
-    """Draw the examples of a trajectory, one per step, whose template drops earlier thinking."""
-    figure.set_size_inches(6.4, 2.8)
-    axes, totals = figure.add_subplot(), {True: 0, False: 0}
-    history, drawn = [("tools and task", 900)], 0  # parts of earlier steps, and how many of them are drawn
-    colors = {"tools and task": GREY, "thinking": ALSO_OURS, "call": OURS, "result": LIGHT, "computed before": "white"}
-    for step, (thought, call, result) in enumerate(STEPS):
-        start = 0
-        for nth, (name, tokens) in enumerate([*history, ("thinking", thought), ("call", call)]):
-            new = nth >= drawn
-            color = colors[name if new else "computed before"]
-            axes.barh(step, tokens, 0.7, left=start, color=color, edgecolor=GREY, linewidth=0.5)
-            totals[new] += tokens
-            start += tokens
-        drawn = len(history)
-        history += [("call", call), ("result", result)]
-    axes.set_yticks(range(len(STEPS)), [f"step {step + 1}" for step in range(len(STEPS))])
-    axes.set_xlabel("tokens of the example")
-    axes.invert_yaxis()
-    keys = [Patch(facecolor=color, edgecolor=GREY, linewidth=0.5, label=name) for name, color in colors.items()]
-    figure.legend(handles=keys, ncols=5, loc="outside lower center", handlelength=1.2, columnspacing=1.0)
-    whole = sum(totals.values())
-    return f"Five steps of a trajectory: {whole:,} tokens as examples, {totals[True]:,} in their trie"
-
-
 EARLY = 50  # steps before rounding grows
 
 
@@ -474,23 +430,19 @@ CHARTS: dict[str, Callable[[Figure], str]] = {
     "tasks": tasks_chart,
     "training": partial(rates_chart, tasks=("SFT", "LoRA")),
     "alignment": partial(rates_chart, tasks=("DPO", "reward model")),
-    "grpo": grpo_chart,
     "parallel": parallel_chart,
     "attention": attention_chart,
     "mask_memory": mask_memory_chart,
     "sparse": sparse_chart,
     "sparsity": sparsity_chart,
     "convergence": convergence_chart,
-    "trajectory": trie_chart,
     **{
         f"{kind}_{shape[-2:]}": partial(row_lengths_chart, shape=shape, column=column, label=label)
         for shape in ("llama-3.2-1b", "llama-3.1-8b")
         for kind, column, label in (("row_speed", RATE, "tokens per second"), ("row_memory", "peak_gib", "peak GiB"))
     },
     "diffusion": diffusion_chart,
-    "images": images_chart,
-    "embeddings": embeddings_chart,
-    "drafts": drafts_chart,
+    **{name: partial(gains_chart, **parts) for name, parts in GAINS.items()},
 }
 """Function of each chart in docs/assets, by its name without the suffix."""
 

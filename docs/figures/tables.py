@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from charts import (
@@ -15,44 +14,132 @@ from charts import (
     EMBEDDING_WAYS,
     GALLERY,
     IMAGE_WAYS,
-    embedding_cases,
     headlines,
     image_cases,
+    share_of,
 )
 from results import (
     RATE,
     SETTINGS,
     TASKS,
-    Cell,
-    Columns,
     Row,
-    cell,
     common_length,
     fastest,
     gain,
     groups,
     name_of,
-    number,
-    ratios,
     read,
     read_all,
     select,
     size_of,
-    spread,
-    table,
     timed,
     trained,
-    updates,
-    width_of,
 )
 
 from flashmask_hf import masks
+
+Cell = Callable[[list[Row]], str]
+"""What a column of a table shows of the rows of its line."""
+Columns = dict[str, str | Cell]
+"""Columns of a table by title; a text is the format of the first row of a line."""
 
 PEERS = ("fa4", "cudnn_flex", "flex_flash", "flex_attention", "cudnn")
 FLASH_ATTENTION = ("full", "causal", "sliding_window", "causal_document", "document")  # masks that it has a form for
 ATTENTION, TRAINING = "benchmarks/attention.py", "benchmarks/training.py"
 SHAPE = "Llama-3.2-1B's shape"
 WIDTHS = ("64", "128")  # sizes of heads that sentences speak of
+
+
+# ----- cells and tables
+
+
+def number(rows: Iterable[Row], column: str, **values: str) -> float:
+    """Return the number in a column of the one row that has these values."""
+    (row,) = select(rows, **values)
+    return float(row[column])
+
+
+def ratios(rows: Iterable[Row], column: str, ours: str, peer: str, *by: str) -> list[float]:
+    """Return a provider's figures over a peer's, one for each case (columns `by`) that both have measured."""
+    figures: dict[tuple[str, ...], dict[str, float]] = {}
+    for row in timed(rows):
+        figures.setdefault(tuple(row[name] for name in by), {})[row["provider"]] = float(row[column])
+    return [case[ours] / case[peer] for case in figures.values() if ours in case and peer in case]
+
+
+def width_of(row: Row) -> str:
+    """Return the head_dim of a row, and of its values if they have another."""
+    dim, v_dim = row["head_dim"], row.get("v_head_dim", row["head_dim"])
+    return dim if dim == v_dim else f"{dim}/{v_dim}"
+
+
+def spread(values: Sequence[float]) -> str:
+    """Return the range of ratios and their median, or the ratio if there is only one."""
+    if not values:
+        return "not run"
+    middle = f"{statistics.median(values):.2f}"
+    return middle if len(values) == 1 else f"{min(values):.2f} to {max(values):.2f} ({middle})"
+
+
+def cell(form: str, missing: str = "", **values: str) -> Cell:
+    """Return a cell with the columns, such as "{tokens:,.0f}", of the row that has these values.
+
+    Without a row or its figure it is `missing`. A row that was not timed shows the beginning of its `status`.
+    """
+
+    def shown(rows: list[Row]) -> str:
+        found = select(rows, **values)
+        if not found:
+            return missing
+        if not timed(found):
+            return found[0].get("status", missing).partition(":")[0]
+        try:
+            return form.format_map(found[0])
+        except ValueError:  # an empty figure
+            return missing
+
+    return shown
+
+
+def table(
+    rows: Sequence[Row],
+    lines: Sequence[str] | Sequence[list[Row]],
+    columns: Mapping[str, str | Cell],
+    command: str,
+    *conditions: str,
+) -> str:
+    """Return a table in Markdown, and below it the conditions and the command of its rows.
+
+    Args:
+        rows: the rows of results.
+        lines: the rows of each line, or the columns whose values are the same in a line.
+        columns: title, and the format of a line's first row or the function that returns the cell.
+        command: the command that measures the rows, without "python recipes/".
+        *conditions: what else holds for all rows.
+    """
+    by = [name for name in lines if isinstance(name, str)]
+    shown = [list(columns), ["---"] + ["---:"] * (len(columns) - 1)]
+    for line in groups(rows, *by) if by else lines:
+        forms = columns.values()
+        shown.append([form.format_map(line[0]) if isinstance(form, str) else form(line) for form in forms])  # type: ignore[arg-type]
+    text = "\n".join(f"| {' | '.join(line)} |" for line in shown)
+    return f"\n\n{text}\n\n{measured(rows, command, *conditions)}\n\n"
+
+
+def measured(rows: Sequence[Row], command: str, *more: str) -> str:
+    """Return one line of conditions: hardware, what else holds, versions of peers, and the command that measures it."""
+    first = rows[0]
+    gpus, launch = int(first.get("gpus", 1)), "python"
+    machine = "Two cores" if first["gpu"] == "cpu" else f"One {first['gpu'].replace(' HBM3', '')}, bfloat16"
+    if gpus > 1:
+        machine = f"{machine.replace('One', str(gpus))}, NCCL on one host"
+        launch = "accelerate launch --config_file recipes/configs/accelerate_fsdp2_cp.yaml"
+        if command.startswith("benchmarks/parallel.py") and "--task dpo" not in command:
+            launch = f"torchrun --nproc-per-node {gpus}"
+    if "processor" in first:
+        machine = f"{first['cores']} cores ({first['processor']}), Python {first['python']}"
+    packages = dict.fromkeys(row["version"] for row in rows if row.get("version"))
+    return f"*{', '.join([machine, *more, *packages])}:* `{launch} recipes/{command}`"
 
 
 # ----- numbers
@@ -425,39 +512,35 @@ def row_lengths() -> str:
     return table(rows, ["shape", "task"], columns, f"{TRAINING} --shapes SHAPE", shape)
 
 
+def _ways(lines: Sequence[list[Row]], ways: Mapping[str, str], digits: int = 0) -> Columns:
+    """Return the columns of ways that ran: their rates and memory, or why they have none."""
+
+    def figures(name: str, line: list[Row]) -> str:
+        rows = select(line, implementation=name)
+        form = f"{{{RATE}:,.0f}} / {{peak_gib:.{digits}f}}" if trained(rows) else f"{{{RATE}}}"
+        return form.format_map(rows[0]) if rows else "-"
+
+    ran = {row["implementation"] for line in lines for row in line}
+    return {way: partial(figures, name) for name, way in ways.items() if name in ran}
+
+
 def images() -> str:
     """Fine-tuning on images beside stock TRL, and its chart."""
     lines = image_cases()
-    ran = {row["implementation"] for line in lines for row in line}
-
-    def figures(name: str, line: list[Row]) -> str:
-        return _rate_and_memory(select(line, implementation=name))
-
     columns: Columns = {"model": "{shape}", "tokens per row": "{length:,.0f}"}
-    columns["in images"] = lambda line: f"{line[0]['task'].rpartition('_')[2]}%"
+    columns["in images"] = lambda line: share_of(line[0])
     columns["images/s, packed"] = cell("{images_per_second:.1f}", implementation="flashmask")
-    columns |= {ways: partial(figures, name) for name, ways in IMAGE_WAYS.items() if name in ran}
     shape = "tokens/s / peak GiB, all weights, random; padded: batches of 8 conversations, turns of 32 to 4,096 tokens"
-    shown = table(lines[0], lines, columns, f"{TRAINING} images", shape)
+    shown = table(lines[0], lines, columns | _ways(lines, IMAGE_WAYS), f"{TRAINING} images", shape)
     return f"{shown}![Speed of packed rows with images over the fastest way of stock TRL](assets/images.svg)\n\n"
 
 
 def embeddings() -> str:
     """Embedding models and rerankers beside padded batches, and their chart."""
-    lines = embedding_cases()
-    ran = {row["provider"] for line in lines for row in line}
-
-    def figures(name: str, line: list[Row]) -> str:
-        found = select(line, provider=name)
-        form = f"{{{RATE}:,.0f}} / {{peak_gib:.1f}}" if timed(found) else f"{{{RATE}}}"
-        return form.format_map(found[0]) if found else "-"
-
-    columns: Columns = {
-        "model": "{shape}",
-        "batch": lambda line: f"{line[0]['size']}, {EMBEDDING_CASES[line[0]['case']]}",
-    }
-    columns |= {"tokens": "{tokens:,.0f}", "padding": "{padding:.0%}"}
-    columns |= {ways: partial(figures, name) for name, ways in EMBEDDING_WAYS.items() if name in ran}
+    lines = groups(read_all("embeddings_*"), "shape", "case", "size")
+    columns: Columns = {"model": "{shape}"}
+    columns["batch"] = lambda line: f"{line[0]['size']}, {EMBEDDING_CASES[line[0]['case']]}"
+    columns |= {"tokens": "{tokens:,.0f}", "padding": "{padding:.0%}"} | _ways(lines, EMBEDDING_WAYS, 1)
     shape = "real tokens/s / peak GiB, random weights; rerankers: a query of 512 tokens with 16 documents of 256"
     shown = table(lines[0], lines, columns, "benchmarks/embeddings.py", shape)
     return f"{shown}![Speed of rows without padding over the fastest padded way](assets/embeddings.svg)\n\n"
@@ -467,19 +550,11 @@ def diffusion() -> str:
     """Block diffusion beside dllm and FlexAttention, and its chart."""
     lines = groups(read_all("diffusion_*"), "shape", "length")
     columns: Columns = {"model": "{shape}", "trained": "{trained}", "tokens of documents": "{length:,.0f}"}
-    for name, way in DIFFUSION_WAYS.items():
-        columns[way] = lambda line, name=name: _rate_and_memory(select(line, implementation=name))
     shape = (
-        "tokens/s / peak GiB, random weights, documents of 1,024 tokens on average, blocks of 32, padded batches of 8"
+        "tokens/s / peak GiB, random weights, documents of 1,024 tokens on average, blocks of 32, padded batches of "
     )
-    shown = table(lines[0], lines, columns, f"{TRAINING} diffusion", shape)
+    shown = table(lines[0], lines, columns | _ways(lines, DIFFUSION_WAYS), f"{TRAINING} diffusion", f"{shape}8")
     return f"\n\n## What it gains\n{shown}![Speed of block diffusion over dllm's way](assets/diffusion.svg)\n\n"
-
-
-def _rate_and_memory(rows: list[Row]) -> str:
-    """Return the cell of a row of `training.py`, if any: its rate and memory, or why it has none."""
-    form = f"{{{RATE}:,.0f}} / {{peak_gib:.0f}}" if trained(rows) else f"{{{RATE}}}"
-    return form.format_map(rows[0]) if rows else "-"
 
 
 def profile() -> str:
@@ -598,7 +673,7 @@ def packing() -> str:
 def grpo(models: Mapping[str, str], peer: str, content: str = "") -> str:
     """Updates of GRPO beside the fastest padded one: of the models named, in the cases that the peer has run."""
     by = ("model", "prompt", "completion", "groups", "generations")
-    lines = _lines([row for row in updates() if row["model"] in models], *by, peer=f"padded_{peer}")
+    lines = _lines([row for row in read_all("grpo_*") if row["model"] in models], *by, peer=f"padded_{peer}")
     columns: Columns = {
         "model": lambda line: models[line[0]["model"]],
         "P : C": "{prompt:,.0f} : {completion:,.0f}",
@@ -609,18 +684,6 @@ def grpo(models: Mapping[str, str], peer: str, content: str = "") -> str:
     shape = f"an update beside TRL's trainer on the padded batch{content}, micro-batches of groups x completions of a "
     shape += "group, completions of half to all of C tokens, checkpointing, random weights"
     return table(lines[0], lines, columns, command, shape)
-
-
-def sharing() -> str:
-    """The tokens that sharing a prompt saves, which follows from lengths alone."""
-    group, scattered = 8, 8  # completions of a prompt, and micro-batches over which shuffling spreads eight prompts
-    seen = scattered * (1 - math.comb(group * scattered - group, group) / math.comb(group * scattered, group))
-    lines = ["| P : C | G = 8 | G = 16 | G = 8, scattered over 8 micro-batches of 8, on average |",
-             "| --- | ---: | ---: | ---: |"]  # fmt: skip
-    for p, c in ((1, 8), (1, 1), (4, 1), (16, 1)):
-        saved = [n * (p + c) / (prompts * p + n * c) for prompts, n in ((1, 8), (1, 16), (seen, group))]
-        lines.append(f"| {p} : {c} | {' | '.join(f'{x:.2f}' for x in saved)} |")
-    return "\n\n" + "\n".join(lines) + "\n\n*Tokens of TRL over tokens here, padding apart.*\n\n"
 
 
 def first_step() -> str:
@@ -661,7 +724,7 @@ LONG = "65,536 tokens in all, or one row, medians of 5 turns, or 3 with 131,072"
 TURNS, GROUPED = "medians of 5 turns, or 3 with 131,072", ("8192", "32768", "131072")
 PLAIN = (peers, peers_widths, deterministic, ragged, sparse, dropout, drafts, decoding, short, masks_made,
          fast_settings, settings, alignment, preference, trajectories, row_lengths, images, embeddings, profile,
-         convergence, packing, sharing, first_step, sparse_training, gallery, long_length,
+         convergence, packing, first_step, sparse_training, gallery, long_length,
          diffusion, versions)  # fmt: skip
 TEXTS: dict[str, Callable[[], str]] = {function.__name__.replace("_", "-"): function for function in PLAIN} | {
     "peers-long": partial(peers_shapes, "attention_peers_h200", ("32768", "131072"), LONG, ""),
@@ -676,7 +739,7 @@ TEXTS: dict[str, Callable[[], str]] = {function.__name__.replace("_", "-"): func
     "dpo-gain": partial(headline, "DPO"),
     "reward-gain": partial(headline, "reward model"),
     "grpo-gain": partial(headline, "GRPO"),
-    "grpo": partial(grpo, {"llama-3.2-1b": "1B", "qwen3-4b": "4B, LoRA"}, "flash_attention_4"),
+    "grpo": partial(grpo, {"llama-3.2-1b": "1B"}, "flash_attention_4"),
     "grpo-images": partial(
         grpo, {name: name for name in ("qwen2.5-vl-3b", "gemma-3-4b")}, "sdpa", ", prompts of images for the most part"
     ),

@@ -26,27 +26,28 @@ from __future__ import annotations
 
 import argparse
 import runpy
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch._functorch.config
 import torch.nn.functional as F
 from harness import (
-    Results,
-    flags,
+    Flag,
+    Rows,
+    count,
     gpu_milliseconds,
     graph_of,
     host_milliseconds,
     interleaved_medians,
     milliseconds,
-    parsed,
+    program,
     random_lengths,
     synchronize,
-    time_left,
+    whole,
 )
 from peers import PROVIDERS, Attention, CannotExpress, Case, planned
 from torch import Tensor
@@ -101,7 +102,7 @@ class Work(NamedTuple):
 
 def widths(text: str) -> tuple[int, int]:
     dim, _, v_dim = text.partition("/")
-    return int(dim), int(v_dim or dim)
+    return count(dim), count(v_dim or dim)
 
 
 # ----- masks
@@ -195,7 +196,7 @@ def cached_keys(batch: int, length: int) -> FlashMask:
 
 def _shapes(a: argparse.Namespace) -> Iterator[Shape]:
     for dims in a.dims or [(64, 64), (128, 128)]:
-        for length in a.lengths or [8192, 32768]:
+        for length in a.lengths:
             kv_heads = max(1, round(a.hidden / dims[0] / a.group))
             yield Shape(max(1, a.tokens // length), kv_heads * a.group, kv_heads, length, *dims)
 
@@ -206,16 +207,11 @@ def _masks(a: argparse.Namespace) -> Iterator[Work]:
             yield Work(family, family, partial(make_mask, family, shape.length, shape.heads), shape)
 
 
-def _dropout(a: argparse.Namespace) -> Iterator[Work]:
-    a.masks, a.lengths = a.masks or ["full", "document", "causal"], a.lengths or [1024, 8192]
-    return _masks(a)
-
-
 def _sweep(a: argparse.Namespace) -> Iterator[Work]:
     for shape in _shapes(a):
-        for count in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128):
-            drawn = random_lengths(shape.length, count, torch.Generator().manual_seed(count))
-            yield Work(f"{count} documents", "causal_document", partial(masks.causal_document, drawn), shape)
+        for number in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128):
+            drawn = random_lengths(shape.length, number, torch.Generator().manual_seed(number))
+            yield Work(f"{number} documents", "causal_document", partial(masks.causal_document, drawn), shape)
 
 
 _DOCUMENTS, _BIDIRECTIONAL = ("causal_document", masks.causal_document), ("document", masks.document)
@@ -258,22 +254,20 @@ def _ragged(a: argparse.Namespace) -> Iterator[Work]:
 
 
 def _short(a: argparse.Namespace) -> Iterator[Work]:
-    lengths = a.lengths or [128, 200, 256, 512, 1000, 1024]
-    for dims, batch, length in product(a.dims or [(64, 64), (128, 128)], a.batches or [1, 8], lengths):
+    for dims, batch, length in product(a.dims or [(64, 64), (128, 128)], a.batches or [1, 8], a.lengths):
         mask = partial(masks.causal_document, equal_heads(length, minimum=length // 8))
         yield Work(f"{batch} x {length}", "causal_document", mask, Shape(batch, 32, 32, length, *dims))
 
 
 def _decode(a: argparse.Namespace) -> Iterator[Work]:
-    lengths = a.lengths or [1024, 4096, 16384, 65536, 131072]
-    for kv_heads, batch, length in product((8, 32), a.batches or [1, 8], lengths):
+    for kv_heads, batch, length in product((8, 32), a.batches or [1, 8], a.lengths):
         make = partial(cached_keys, batch, length)
         yield Work(f"{batch} x {length}", "padding", make, Shape(batch, 32, kv_heads, length, 128, 128))
 
 
 def _sparse(a: argparse.Namespace) -> Iterator[Work]:
     heads = max(1, a.hidden * 3 // 4 // 64)
-    for length in a.lengths or [1024 << i for i in range(6)]:
+    for length in a.lengths:
         yield Work(f"{length}", "causal", partial(masks.causal, length), Shape(4, heads, heads, length, 64, 64))
 
 
@@ -283,26 +277,29 @@ class Study(NamedTuple):
     cases: Callable[[argparse.Namespace], Iterator[Work]]
     providers: Sequence[str]
     repeats: int
-    clock: Callable[[Callable[[], object]], float] | None = milliseconds
+    clock: Callable[[Callable[[], object]], float] | None
     """Clock of passes; None times single calls on the device, the host and in a CUDA graph."""
+    lengths: Sequence[int] = (8192, 32768)
 
 
 STUDIES = {
-    "masks": Study(_masks, DEFAULT, 5),
-    "sweep": Study(_sweep, ("flashmask",), 5),
+    "masks": Study(_masks, DEFAULT, 5, milliseconds),
+    "sweep": Study(_sweep, ("flashmask",), 5, milliseconds),
     "ragged": Study(_ragged, ("flashmask", "flashmask_triton", "flex_attention"), 15, gpu_milliseconds),
-    "short": Study(_short, ("flashmask", "flashmask_triton", "sdpa_dense", "sdpa", "flex_attention"), 41, None),
-    "decode": Study(_decode, ("flashmask", "sdpa_dense", "sdpa"), 7, None),
-    "plan": Study(_masks, ("flashmask",), 31, None),
-    "dropout": Study(_dropout, ("flashmask", "flashmask_triton", "flashmask_dropout", "sdpa", "sdpa_dropout",
-                                "sdpa_dense", "sdpa_dense_dropout"), 5),
-    "sparse": Study(_sparse, ("sdpa", "cudnn", "flashmask", "hash_16", "drop_30", "drop_50"), 5),
+    "short": Study(_short, ("flashmask", "flashmask_triton", "sdpa_dense", "sdpa", "flex_attention"), 41, None,
+                   (128, 200, 256, 512, 1000, 1024)),
+    "decode": Study(_decode, ("flashmask", "sdpa_dense", "sdpa"), 7, None, (1024, 4096, 16384, 65536, 131072)),
+    "plan": Study(_masks, ("flashmask",), 31, None, (1024, 8192, 32768, 131072)),
+    "dropout": Study(_masks, ("flashmask", "flashmask_triton", "flashmask_dropout", "sdpa", "sdpa_dropout",
+                              "sdpa_dense", "sdpa_dense_dropout"), 5, milliseconds, (1024, 8192)),
+    "sparse": Study(_sparse, ("sdpa", "cudnn", "flashmask", "hash_16", "drop_30", "drop_50"), 5, milliseconds,
+                    [1024 << i for i in range(6)]),
 }  # fmt: skip
 
 
 Prepared = tuple[Callable[[], Attention], Attention]
 """Function that makes a mask, and the attention under it."""
-Figures = dict[str, list[dict[str, object]]]
+Figures = dict[str, Rows]
 """Rows of figures by provider."""
 
 
@@ -404,7 +401,7 @@ def admit(name: str, case: Case, tensors: Sequence[Tensor], expected: Sequence[T
 # ----- the loop
 
 
-def measure(study: Study, names: Sequence[str], work: Work, a: argparse.Namespace) -> list[dict[str, object]]:
+def measure(study: Study, names: Sequence[str], work: Work, a: argparse.Namespace) -> Rows:
     mask = work.make().to(a.device)
     rows = mask.row_count()
     tensors = inputs(work.shape, rows, a.device)
@@ -422,11 +419,9 @@ def measure(study: Study, names: Sequence[str], work: Work, a: argparse.Namespac
         flops = work.shape.flops(rows * work.shape.length * (1 - sparsity))
         figures = time_passes(table, tensors, flops, study.clock, a)
     nothing = dict.fromkeys(CALL if study.clock is None else PASSES, "")
-    found: list[dict[str, object]] = []
+    found = Rows()
     for name in names:
         state = admitted[name] if isinstance(admitted[name], str) else "timed"
-        if state != "timed":
-            print(f"{work.title} {name}: {state}", file=sys.stderr, flush=True)
         version = PROVIDERS[name].version() if state == "timed" else ""
         row = {**facts, "provider": name, "version": version, "status": state}
         found += [{**row, **nothing, **one} for one in figures.get(name, [{}])]
@@ -503,73 +498,50 @@ def time_calls(table: dict[str, Prepared], case: Case, tensors: Sequence[Tensor]
     return found
 
 
-def measure_plan(work: Work, a: argparse.Namespace) -> list[dict[str, object]]:
+def measure_plan(work: Work, a: argparse.Namespace) -> Rows:
     mask, length = work.make().to(a.device), work.shape.length
-    build = partial(make_plan, mask.indices, mask.causal, length)
-    calls: dict[str, Callable[[], object]] = {"issued": build}
+    build, calls = partial(make_plan, mask.indices, mask.causal, length), 1
     if torch.cuda.is_available():
-        calls["graph"] = graph_of([build] * CALLS).replay
-    times = interleaved_medians(calls, a.repeats)
-    row: dict[str, object] = {"mask": work.family, "length": length}
-    row["graph_us"] = round(1000 * times["graph"] / CALLS, 2) if "graph" in times else ""
-    row["issued_us"] = round(1000 * times["issued"], 1)
-    size = sum(x.numel() * x.element_size() for x in build())
-    return [{**row, "bytes_per_token": round(size / length, 2)}]
+        build, calls = graph_of([build] * CALLS).replay, CALLS
+    microseconds = 1000 * interleaved_medians({"": build}, a.repeats)[""] / calls
+    return [{"mask": work.family, "length": length, "graph_us": round(microseconds, 2)}]
 
 
-def summary(rows: Sequence[dict[str, object]]) -> str:
-    """Return the case, and the figures or the status of each provider."""
-    shown = ("both_tflops", "forward_ms", "backward_ms") if "both_tflops" in rows[0] else CALL
-    cells: list[str] = []
-    for row in rows:
-        figures, state = " / ".join(str(row[name]) for name in shown), str(row["status"]).partition(":")[0]
-        cells.append(f"{row['provider']} {figures if state == 'timed' else state}")
-    return f"{rows[0]['case']}, {rows[0]['length']} {rows[0]['head_dim']}/{rows[0]['v_head_dim']}: {', '.join(cells)}"
-
-
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = flags(__doc__, deadline=True)
-    parser.add_argument("study", nargs="?", default="masks", choices=STUDIES)
-    parser.add_argument("--masks", nargs="+", help="families of masks, or groups of the study ragged")
-    parser.add_argument("--mask", metavar="FILE.py:FUNCTION", help="a mask of your own: tokens -> FlashMask")
-    parser.add_argument("--providers", nargs="+", choices=PROVIDERS)
-    parser.add_argument("--lengths", nargs="+", type=int, help="tokens of a row")
-    parser.add_argument("--dims", nargs="+", type=widths, help="such as 128 or 192/128")
-    parser.add_argument("--batches", nargs="+", type=int, help="rows of a call of the studies short and decode")
-    parser.add_argument("--group", type=int, default=1, help="query heads per key-value head, 4 for 32/8")
-    parser.add_argument("--hidden", type=int, default=4096, help="query heads times head_dim, or near it")
-    parser.add_argument("--tokens", type=int, default=65536, help="tokens of all rows of a case; at least one row")
-    parser.add_argument("--repeats", type=int)
-    parser.add_argument("--warmup", type=int, default=1, help="turns before them, beside the one that is checked")
-    a = parsed(parser, argv)
+@program(
+    __doc__,
+    study=Flag("masks", STUDIES, name="study"),
+    masks=Flag([], help="families of masks, or groups of the study ragged"),
+    mask=Flag(help="a mask of your own: FILE.py:FUNCTION, tokens -> FlashMask"),
+    providers=Flag([], PROVIDERS),
+    lengths=Flag([], kind=count),
+    dims=Flag([], None, "such as 128 or 192/128", widths),
+    batches=Flag([], None, "rows of a call of the studies short and decode", count),
+    group=Flag(1, help="query heads per key-value head, 4 for 32/8"),
+    hidden=Flag(4096, help="query heads times head_dim, or near it"),
+    tokens=Flag(65536, help="tokens of all rows of a case; at least one row"),
+    repeats=Flag(kind=count),
+    warmup=Flag(1, None, "turns before them, beside the one that is checked", whole),
+)
+def main(a: argparse.Namespace) -> Iterator[Rows]:
     study = STUDIES[a.study]
-    a.repeats = a.repeats or study.repeats
-    a.providers = a.providers or study.providers
+    for name in ("repeats", "providers", "lengths"):
+        setattr(a, name, getattr(a, name) or getattr(study, name))
+    if a.study == "plan":
+        a.dims = [(64, 64)]
+    elif a.study == "dropout":
+        a.masks = a.masks or ["full", "document", "causal"]
     if a.mask:
         file, _, function = a.mask.partition(":")
-        own = runpy.run_path(file)[function]
-        FAMILIES[function] = lambda length, generator: own(length)
+        if not Path(file).is_file() or function not in (own := runpy.run_path(file)):
+            raise SystemExit(f"--mask must be FILE.py:FUNCTION, got {a.mask}. Name a file, and a function in it.")
+        FAMILIES[function] = lambda length, generator: own[function](length)
         a.masks = [function]
     known = {title.split()[0] for title in RAGGED} if a.study == "ragged" else {*FAMILIES, *OTHERS}
-    if not set(a.masks or ()) <= known:
-        parser.error(f"--masks of {a.study} are {', '.join(sorted(known))}")
-    if a.study == "plan":
-        a.lengths, a.dims = a.lengths or [1024, 8192, 32768, 131072], [(64, 64)]
-    return a
-
-
-def main(argv: Sequence[str] | None = None) -> list[dict[str, object]]:
-    a = parse(argv)
-    study, results = STUDIES[a.study], Results(a.csv)
+    if not set(a.masks) <= known:
+        raise SystemExit(f"--masks of {a.study} must be some of {', '.join(sorted(known))}, got {' '.join(a.masks)}")
     torch.manual_seed(0)
     for work in study.cases(a):
-        if time_left(a) <= 0:
-            break
-        found = measure_plan(work, a) if a.study == "plan" else measure(study, a.providers, work, a)
-        results.add(found, silent=a.study != "plan")
-        if a.study != "plan":
-            print(summary(found), flush=True)
-    return results.rows
+        yield measure_plan(work, a) if a.study == "plan" else measure(study, a.providers, work, a)
 
 
 if __name__ == "__main__":

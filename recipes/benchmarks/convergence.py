@@ -19,6 +19,7 @@ first 50 losses of the others differ by at most 0.001, and all curves fall.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import os
@@ -27,14 +28,15 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.utils.deterministic
-from harness import Results, flags
+from harness import Flag, Rows, program
 from packed_attention import attention
 from peft import LoraConfig
 from shapes import TRAINERS, arguments_of
@@ -57,13 +59,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def curves_of(task: str, again: bool) -> list[str]:
-    present = {"flashmask_portable": torch.cuda.is_available(), "flashmask_again": again}
+def curves_of(task: str, device: str, again: bool) -> list[str]:
+    present = {"flashmask_portable": device == "cuda", "flashmask_again": again}
     return [name for name in CURVES if present.get(name, name != "trl" or len(TRAINERS[task]) > 1)]
 
 
-def attention_of(name: str) -> str:
-    own = "flashmask" if torch.cuda.is_available() else "flashmask_portable"
+def attention_of(name: str, device: str) -> str:
+    own = "flashmask" if device == "cuda" else "flashmask_portable"
     return own if name in ("flashmask", "flashmask_again", "trl") else name
 
 
@@ -84,14 +86,13 @@ def deterministic() -> Iterator[None]:
         settings.fill_uninitialized_memory = True  # the default
 
 
-def curve(task: str, name: str, seed: int, model_path: str, steps: int) -> list[float]:
+def curve(task: str, name: str, seed: int, model_path: str, steps: int, device: str) -> list[float]:
     trainer, config = TRAINERS[task][name == "trl"]
     options: dict[str, Any] = {"num_labels": 1} if task == "reward" else {}
     kind: Any = AutoModelForSequenceClassification if task == "reward" else AutoModelForCausalLM
     torch.manual_seed(seed)  # initializes the reward model's head
     options["attn_implementation"] = "sdpa" if name == "trl" else "flashmask"
     model = kind.from_pretrained(model_path, **options)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     options = OPTIONS[task] | {"tf32": False if device == "cuda" else None}
     args = arguments_of(config, device, max_steps=steps, logging_steps=10**9, seed=seed, **options)
     adapter = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM") if task == "lora" else None
@@ -105,16 +106,16 @@ def curve(task: str, name: str, seed: int, model_path: str, steps: int) -> list[
         return losses[-1]
 
     run.training_step = recorded_step
-    with attention(attention_of(name)), deterministic():
+    with attention(attention_of(name, device)), deterministic():
         run.train()
     return torch.stack(losses).tolist()
 
 
-def compare(task: str, seed: int, steps: int, *, again: bool = True) -> tuple[list[dict[str, object]], list[str]]:
+def compare(task: str, seed: int, steps: int, device: str, *, again: bool = True) -> tuple[Rows, list[str]]:
     with tempfile.TemporaryDirectory() as path:
         data.build_model(path, initializer_range=0.02)  # for which the learning rates were chosen
-        curves = {name: curve(task, name, seed, path, steps) for name in curves_of(task, again)}
-    rows: list[dict[str, object]] = [{"task": task, "seed": seed, "step": step + 1} for step in range(steps)]
+        curves = {name: curve(task, name, seed, path, steps, device) for name in curves_of(task, device, again)}
+    rows: Rows = [{"task": task, "seed": seed, "step": step + 1} for step in range(steps)]
     for step, row in enumerate(rows):
         row |= {name: f"{curves[name][step]:.9g}" if name in curves else "" for name in CURVES}
     return rows, [f"{task}, seed {seed}: {fault}" for fault in faults_of(curves, steps)]
@@ -143,23 +144,18 @@ def faults_of(curves: Mapping[str, list[float]], steps: int, bound: float = BOUN
             yield f"the loss of {name} does not fall: {first_mean:.3f} at first, {last_mean:.3f} at last"
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = flags(__doc__)
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
-    parser.add_argument("--steps", type=int, default=200)
-    arguments = parser.parse_args(argv)
+@program(__doc__, gpu=False, silent=True, tasks=Flag(TASKS, TASKS), seeds=Flag([1, 2, 3], kind=int), steps=200)
+def main(a: argparse.Namespace) -> Iterator[Rows]:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic with it
     warnings.filterwarnings("ignore", category=FutureWarning)
-    results, faults = Results(arguments.csv), list[str]()
-    for seed in arguments.seeds:
-        for task in arguments.tasks:
-            start = time.perf_counter()
-            found, wrong = compare(task, seed, arguments.steps, again=seed == arguments.seeds[0])
-            results.add(found, silent=True)
-            faults += wrong
-            taken = f"{time.perf_counter() - start:.0f} s"
-            print(f"{task}, seed {seed}: {taken}; {'; '.join(wrong) or 'no fault'}", flush=True)
+    faults: list[str] = []
+    for seed, task in product(a.seeds, a.tasks):
+        start = time.perf_counter()
+        found, wrong = compare(task, seed, a.steps, a.device, again=seed == a.seeds[0])
+        yield found
+        faults += wrong
+        taken = f"{time.perf_counter() - start:.0f} s"
+        print(f"{task}, seed {seed}: {taken}; {'; '.join(wrong) or 'no fault'}", flush=True)
     if faults:
         raise SystemExit("\n".join(faults))
 

@@ -14,13 +14,13 @@ compiled `BlockMask` per step. Gradients are compared before they are timed.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 
 import torch
-from harness import GIB, Results, count, first_results, flags, free_memory, in_turns, parsed, random_lengths, time_left
+from harness import Flag, Rows, contest, free_memory, program, random_lengths
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -116,8 +116,8 @@ def tensors_of(task: str, length: int, a: argparse.Namespace) -> list[Tensor]:
     return [torch.randn(x, generator=generator).to(a.device, dtype).requires_grad_() for x in shapes]
 
 
-def compare(results: dict[str, list[Tensor]], title: str) -> None:
-    """Exit unless gradients of all providers agree. A function, else its variables hold gradients in the turns."""
+def compare(title: str, results: dict[str, list[Tensor]]) -> None:
+    """Exit unless gradients of all providers agree."""
     for first, other in pairwise(results.values()):
         for i, (x, y) in enumerate(zip(first, other, strict=True)):
             far = ((x - y).float().norm() / y.float().norm()).item()
@@ -125,7 +125,7 @@ def compare(results: dict[str, list[Tensor]], title: str) -> None:
                 raise SystemExit(f"{title}: gradient {i} differs by {far:.3f} between providers")
 
 
-def measure(task: str, length: int, a: argparse.Namespace) -> list[dict[str, object]]:
+def measure(task: str, length: int, a: argparse.Namespace) -> Rows:
     generator = torch.Generator().manual_seed(length)
     lengths = random_lengths(length, 4, generator, minimum=32)
     anchors = torch.randperm(length, generator=generator)[: a.blocks].sort().values.tolist()
@@ -136,39 +136,34 @@ def measure(task: str, length: int, a: argparse.Namespace) -> list[dict[str, obj
         return [x.detach() for x in torch.autograd.grad(TASKS[task][name](case, tensors), tensors)]
 
     calls = {name: partial(turn, name) for name in a.providers}
-    results, found = first_results(calls)
-    compare(results, f"{task}, {length} tokens")
-    measured = {name: calls[name] for name in results}
-    del results
-    free_memory()
-    before = torch.cuda.memory_allocated() / GIB if a.device == "cuda" else 0.0
-    found |= in_turns(measured, a.repeats, a)
-    rows = []
+    found, rows = contest(calls, partial(compare, f"{task}, {length} tokens"), a.repeats, a), Rows()
     for name in a.providers:
-        row = {"task": task, "length": length, "blocks": a.blocks, "implementation": name}
-        made = found[name]
-        row |= {"status": made if isinstance(made, str) else "timed", "milliseconds": "", "peak_gib": ""}
-        if not isinstance(made, str):
-            row |= {"milliseconds": round(1000 * made.seconds, 2), "peak_gib": round(made.peak_gib - before, 2)}
-        rows.append(row)
+        made, row = found[name], {"task": task, "length": length, "blocks": a.blocks, "implementation": name}
+        if isinstance(made, str):
+            rows.append({**row, "status": made, "milliseconds": "", "peak_gib": ""})
+        else:
+            peak = round(made.peak_gib - made.used_gib, 2)
+            rows.append({**row, "status": "timed", "milliseconds": round(1000 * made.seconds, 2), "peak_gib": peak})
     return rows
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = flags(__doc__, deadline=True)
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--lengths", nargs="+", type=int, default=[4096, 8192, 16384, 32768], help="tokens of a row")
-    parser.add_argument("--blocks", type=int, default=512, help="draft blocks per row of DFlash")
-    parser.add_argument("--providers", nargs="+", default=["flashmask", "flex_attention"])
-    parser.add_argument("--repeats", type=count, default=5)
-    a = parsed(parser, argv)
-    results = Results(a.csv)
-    for task in a.tasks:
-        for length in a.lengths:
-            if time_left(a) > 0:
-                torch.compiler.reset()  # FlexAttention is slower when it is compiled for several lengths
-                results.add(measure(task, length, a))
-                free_memory()
+PROVIDERS = ("flashmask", "flex_attention")
+
+
+@program(
+    __doc__,
+    tasks=Flag([*TASKS], TASKS),
+    lengths=[4096, 8192, 16384, 32768],
+    blocks=Flag(512, help="draft blocks per row of DFlash"),
+    providers=Flag(PROVIDERS, PROVIDERS),
+    repeats=5,
+)
+def main(a: argparse.Namespace) -> Iterator[Rows]:
+    for task, length in product(a.tasks, a.lengths):
+        torch.compiler.reset()  # FlexAttention is slower when it is compiled for several lengths
+        rows = measure(task, length, a)
+        free_memory()
+        yield rows
 
 
 if __name__ == "__main__":

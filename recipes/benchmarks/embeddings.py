@@ -22,12 +22,14 @@ another text makes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
+from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
-from harness import Measured, Results, available, count, first_results, flags, free_memory, in_turns, parsed, time_left
+from harness import Flag, Measured, Rows, available, contest, free_memory, program
 from shapes import SHAPES, build_model
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM
@@ -130,7 +132,7 @@ class Reranker:
         return -outputs.view(-1, DOCUMENTS).log_softmax(-1)[:, 0].mean()
 
 
-def measure(case: str, bench: Any, providers: Sequence[str], a: Any) -> list[dict[str, Any]]:
+def measure(case: str, bench: Any, providers: Sequence[str], a: Any) -> Rows:
 
     def step(name: str) -> Tensor:
         with torch.set_grad_enabled(case != "rerank_scores"):
@@ -142,20 +144,21 @@ def measure(case: str, bench: Any, providers: Sequence[str], a: Any) -> list[dic
     def size(x: Tensor) -> float:
         return float(x.square().mean().sqrt())
 
-    calls, clean = {name: partial(step, name) for name in providers}, partial(bench.model.zero_grad, set_to_none=True)
-    values, found = first_results(calls, clean)
     differences = dict.fromkeys(providers, 0.0)
-    for name, outputs in values.items():
-        first = next(iter(values.values()))
-        differences[name] = size(outputs - first) / size(first - first.roll(1, 0))
-        if not differences[name] < 0.2:
-            raise SystemExit(f"the outputs of the providers disagree: {differences}")
-    found |= in_turns({name: calls[name] for name in values}, a.turns, a, clean)
-    rows = []
+
+    def agree(values: dict[str, Tensor]) -> None:
+        for name, outputs in values.items():
+            first = next(iter(values.values()))
+            differences[name] = size(outputs - first) / size(first - first.roll(1, 0))
+            if not differences[name] < 0.2:
+                raise SystemExit(f"the outputs of the providers disagree: {differences}")
+
+    calls, clean = {name: partial(step, name) for name in providers}, partial(bench.model.zero_grad, set_to_none=True)
+    found, rows = contest(calls, agree, a.turns, a, clean), Rows()
     for name in providers:
         made, rate = found[name], found[name]
         if isinstance(made, str):
-            made = Measured(0.0, 0.0, 0)
+            made = Measured(0.0, 0.0, 0, 0.0)
         else:
             rate = round(bench.tokens / made.seconds)
         row = {"tokens": bench.tokens, "padding": round(1 - bench.tokens / bench.slots, 3), "provider": name}
@@ -164,33 +167,28 @@ def measure(case: str, bench: Any, providers: Sequence[str], a: Any) -> list[dic
     return rows
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = flags(__doc__, deadline=True)
-    parser.add_argument("--shapes", nargs="+", default=["bert-base", "qwen3-0.6b"], choices=SHAPES)
-    parser.add_argument("--cases", nargs="+", default=CASES, choices=CASES)
-    parser.add_argument("--pairs", type=int, nargs="+", default=[128], help="pairs of texts in a batch")
-    parser.add_argument("--query", type=int, default=512, help="tokens of a reranker's query")
-    parser.add_argument("--document", type=int, default=256, help="tokens of each of its 16 documents")
-    parser.add_argument("--queries", type=int, nargs="+", default=[1], help="queries in a reranker's batch")
-    parser.add_argument("--providers", nargs="+", default=PROVIDERS, choices=PROVIDERS)
-    parser.add_argument("--turns", type=count, default=7, help="measurements of each provider")
-    a = parsed(parser, argv)
+@program(
+    __doc__,
+    shapes=Flag(["bert-base", "qwen3-0.6b"], SHAPES),
+    cases=Flag(CASES, CASES),
+    pairs=Flag([128], help="pairs of texts in a batch"),
+    query=Flag(512, help="tokens of a reranker's query"),
+    document=Flag(256, help="tokens of each of its 16 documents"),
+    queries=Flag([1], help="queries in a reranker's batch"),
+    providers=Flag(PROVIDERS, PROVIDERS),
+    turns=7,
+)
+def main(a: argparse.Namespace) -> Iterator[Rows]:
     running = available(a.providers, a.device)
-    results = Results(a.csv)
-    for shape in a.shapes:
-        for case in a.cases:
-            ranks = case.startswith("rerank")
-            if ranks and shape.startswith("bert"):  # each token sees the document
-                continue
-            providers = [name for name in running if not (ranks and name.endswith("_flat"))]
-            for size in a.queries if ranks else a.pairs:
-                if time_left(a) <= 0:
-                    return
-                bench = (Reranker if ranks else Embedder)(shape, case, size, a)
-                rows = measure(case, bench, providers, a)
-                results.add([{"shape": shape, "case": case, "size": size, **row} for row in rows])
-                del bench
-                free_memory()
+    for shape, case in product(a.shapes, a.cases):
+        ranks = case.startswith("rerank")
+        if ranks and shape.startswith("bert"):  # each token sees the document
+            continue
+        providers = [name for name in running if not (ranks and name.endswith("_flat"))]
+        for size in a.queries if ranks else a.pairs:
+            rows = measure(case, (Reranker if ranks else Embedder)(shape, case, size, a), providers, a)
+            free_memory()
+            yield [{"shape": shape, "case": case, "size": size, **row} for row in rows]
 
 
 if __name__ == "__main__":

@@ -105,13 +105,12 @@ def steps() -> list[dict[str, object]]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    from harness import Results, flags  # imports this package, which a child must not do before it is timed
+    from harness import Flag, program, whole  # imports this package, which a child must not do before it is timed
 
-    parser = flags(__doc__)
-    parser.add_argument("what", choices=["call", "step"])
-    parser.add_argument("--warm", type=int, default=3, help="number of processes with a full cache")
-    a = parser.parse_args(argv)
-    Results(a.csv).add(calls(a.warm, a.device) if a.what == "call" else steps())
+    what = Flag(None, ("call", "step"), name="what")
+    warm = Flag(3, None, "number of processes with a full cache", whole)
+    measure = program(__doc__, gpu=False, what=what, warm=warm)
+    measure(lambda a: [calls(a.warm, a.device) if a.what == "call" else steps()])(argv)
 
 
 if __name__ == "__main__":

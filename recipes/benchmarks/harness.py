@@ -6,8 +6,10 @@ The environment variable COMMIT names the commit in the rows of a copied tree, w
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import gc
+import io
 import logging
 import math
 import os
@@ -17,12 +19,13 @@ import subprocess
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch._dynamo.config
+import torch.distributed as dist
 import transformers
 import triton
 from transformers.utils import import_utils
@@ -36,36 +39,101 @@ START = time.monotonic()  # of the process, but for torch's import
 _order = random.Random(0)  # of the providers in a turn
 
 
-def flags(doc: str | None, *, deadline: bool = False) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--csv", help="file to write the rows to, as soon as they are measured")
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu only tries the program")
-    if deadline:
-        late = "seconds after which nothing more is measured; what was measured is written"
-        parser.add_argument("--deadline", type=float, default=math.inf, help=late)
-    return parser
+class Flag(NamedTuple):
+    """A flag: a list takes several values, False becomes True; whole numbers are at least 1, others at least 0."""
+
+    default: Any = None
+    choices: Iterable[Any] | None = None
+    help: str | None = None
+    kind: Callable[[str], Any] | None = None
+    name: str | None = None
+
+    def add(self, parser: argparse.ArgumentParser, keyword: str) -> None:
+        """Add it to a parser."""
+        name, several = self.name or f"--{keyword}", isinstance(self.default, (list, tuple))
+        if self.default is False:
+            parser.add_argument(name, action="store_true", help=self.help)
+            return
+        number = {int: count, float: amount}.get(type([*self.default, ""][0] if several else self.default), str)
+        options: Any = {"default": self.default, "choices": self.choices, "type": self.kind or number}
+        if several or (self.name and self.default is not None):
+            options["nargs"] = "+" if several else "?"
+        parser.add_argument(name, help=self.help, **options)
 
 
 def count(text: str) -> int:
-    """Parse a number of at least 1."""
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return _at_least(1, int(text))
+
+
+def whole(text: str) -> int:
+    return _at_least(0, int(text))
+
+
+def amount(text: str) -> float:
+    return _at_least(0, float(text))
+
+
+def _at_least(least: int, number: Any) -> Any:
+    if not number >= least:  # nor NaN
+        raise argparse.ArgumentTypeError(f"must be at least {least}, got {number}")
     return number
 
 
-def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the flags, and prepare torch and transformers."""
-    arguments = parser.parse_args(argv)
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        parser.error("a GPU is needed; --device cpu tries the program without one: give small sizes, see --help")
-    torch._dynamo.config.recompile_limit = 256  # FlexAttention compiles for every kind of mask and every shape
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", message=".*gradient_checkpointing.* is deprecated", category=FutureWarning)
-    return arguments
+Rows = list[dict[str, object]]
+
+
+def program(
+    doc: str | None, *, gpu: bool = True, silent: bool = False, **flags: Any
+) -> Callable[[Callable[[argparse.Namespace], Iterable[Rows]]], Callable[..., None]]:
+    """Make a program of a generator of rows, which the first process writes as they come, and prints unless `silent`.
+
+    With `gpu` it needs one unless `--device cpu` is given, and ends at `--deadline`. `flags` are a `Flag` or a default.
+    """
+    device = "cuda" if gpu or torch.cuda.is_available() else "cpu"
+    flags["csv"] = Flag(help="file to write the rows to, as soon as they are measured")
+    flags["device"] = Flag(device, ("cuda", "cpu"), "cpu only tries the program")
+    if gpu:
+        flags["deadline"] = Flag(math.inf, help="seconds after which nothing more is measured")
+
+    def decorate(measure: Callable[[argparse.Namespace], Iterable[Rows]]) -> Callable[..., None]:
+        def main(argv: Sequence[str] | None = None) -> None:
+            parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+            for keyword, flag in flags.items():
+                (flag if isinstance(flag, Flag) else Flag(flag)).add(parser, keyword)
+            a = parser.parse_args(argv)
+            if a.device == "cuda" and not torch.cuda.is_available():
+                parser.error("a GPU is needed; --device cpu tries the program without one: give small sizes")
+            if a.device == "cuda":
+                torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+            torch._dynamo.config.recompile_limit = 256  # FlexAttention compiles for every mask and every shape
+            logging.getLogger("transformers").setLevel(logging.ERROR)
+            warnings.filterwarnings(
+                "ignore", message=".*gradient_checkpointing.* is deprecated", category=FutureWarning
+            )
+            first = os.environ.get("RANK", "0") == "0"
+            results = Results(a.csv if first else None)
+            with contextlib.nullcontext() if first else contextlib.redirect_stdout(io.StringIO()):
+                for rows in measure(a):
+                    results.add(rows, silent=silent)
+                    if gpu and time_left(a) <= 0:
+                        break
+
+        return main
+
+    return decorate
+
+
+def largest(figure: float, device: Any) -> float:
+    """Return the largest figure of all processes."""
+    if not dist.is_initialized():
+        return figure
+    found = torch.tensor(figure, device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found)
 
 
 def time_left(a: argparse.Namespace) -> float:
-    return START + a.deadline - time.monotonic()
+    return -largest(time.monotonic() - START - a.deadline, a.device)
 
 
 def conditions() -> dict[str, str]:
@@ -170,37 +238,40 @@ def attempt(function: Callable[[], Any]) -> tuple[Any, float, float] | str:
 
 
 class Measured(NamedTuple):
-    """Median seconds and peak GiB of a call, and how often it was measured."""
+    """Median seconds and peak GiB of a call, how often it was measured, and the GiB in use before."""
 
     seconds: float
     peak_gib: float
     turns: int
+    used_gib: float
 
 
-def first_results(
-    calls: Mapping[str, Callable[[], Any]], clean: Callable[[], object] = lambda: None
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the results of first calls, and the reasons of those that failed; `clean` follows each."""
-    results, failed = {}, {}
-    for name, call in calls.items():
-        made = attempt(call)
-        clean()
-        if isinstance(made, str):
-            failed[name] = made
-        else:
-            results[name] = made[0]
-    return results, failed
-
-
-def in_turns(
-    calls: Mapping[str, Callable[[], object]],
+def contest(
+    calls: Mapping[str, Callable[[], Any]],
+    agree: Callable[[dict[str, Any]], object],
     turns: int,
     a: argparse.Namespace,
     clean: Callable[[], object] = lambda: None,
+    firsts: Mapping[str, Callable[[], Any]] | None = None,
 ) -> dict[str, Measured | str]:
-    """Measure calls in turns of random order until `--deadline`; of a call that fails, return the reason."""
-    steps: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
-    found: dict[str, Measured | str] = {}
+    """Measure calls in turns of random order until `--deadline`; of a call that fails, return the reason.
+
+    Before, `agree` takes the results of first runs, or of `firsts`. `clean` follows each call.
+    """
+    results, found = dict[str, Any](), dict[str, Measured | str]()
+    for name, call in (firsts or calls).items():
+        made = attempt(call)
+        clean()
+        if isinstance(made, str):
+            found[name] = made
+        else:
+            results[name] = made[0]
+    agree(results)
+    steps: dict[str, list[tuple[float, float]]] = {name: [] for name in results}
+    made = None
+    results.clear()  # which may hold gradients
+    gc.collect()
+    used = torch.cuda.memory_allocated() / GIB if torch.cuda.is_available() else 0.0
     for turn in range(turns):
         if turn and time_left(a) <= 0:
             break
@@ -215,7 +286,7 @@ def in_turns(
             del made  # whose result would count in the next peak
     for name, one in steps.items():
         seconds, peaks = zip(*one, strict=True)
-        found[name] = Measured(statistics.median(seconds), max(peaks), len(one))
+        found[name] = Measured(statistics.median(seconds), max(peaks), len(one), used)
     return found
 
 

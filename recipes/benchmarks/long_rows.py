@@ -17,15 +17,13 @@ all weights in float32 (`--full`). A step is one row of `--documents` documents 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 from datasets import Dataset
-from harness import GIB, Results, flags, free_memory, parsed, random_lengths
+from harness import GIB, Flag, Rows, amount, free_memory, largest, program, random_lengths
 from peft import LoraConfig
 from shapes import SHAPES, arguments_of, build_model, tokenizer
 from trl import SFTConfig
@@ -61,9 +59,8 @@ def train(tokens: int, a: argparse.Namespace) -> dict[str, object]:
     rates = [entry["tokens_per_second"] for entry in trainer.state.log_history if "tokens_per_second" in entry]
     rate = statistics.median(rates[1:] or rates)  # between logs, without what `LongRows` measures
     figures = len(rates[1:] or rates), round(tokens / rate, 3), round(rate)
-    peak = torch.tensor([torch.cuda.max_memory_allocated() / GIB if a.device == "cuda" else 0.0])
-    peaks: Any = accelerator.gather(peak.to(accelerator.device))
-    peak = round(peaks.max().item(), 1) or ""
+    peak = torch.cuda.max_memory_allocated() / GIB if a.device == "cuda" else 0.0
+    peak = round(largest(peak, accelerator.device), 1) or ""
     host, attention = round((rows.host_bytes or 0) / GIB, 1), "kept" if rows.kept else "computed again"
     values = (*figures, peak, host, attention, rows.longest or "")
     case: dict[str, object] = {
@@ -76,28 +73,26 @@ def train(tokens: int, a: argparse.Namespace) -> dict[str, object]:
     return case | dict(zip(MEASURED, values, strict=True))
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = flags(__doc__)
-    parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
-    parser.add_argument("--tokens", nargs="+", type=int, default=[262144], help="tokens of a row")
-    parser.add_argument("--documents", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=2, help="the first is not counted, unless it is the only one")
-    parser.add_argument("--equal", action="store_true", help="documents of equal length")
-    parser.add_argument("--keep_attention", type=int, choices=[0, 1], help="default: if it fits")
-    parser.add_argument("--host_gib", type=float, help="host memory for checkpoints; default: what the GPU lacks")
-    parser.add_argument("--full", action="store_true", help="train all weights, not adapters")
-    a = parsed(parser, argv)
+@program(
+    __doc__,
+    shape=Flag("llama-3.1-8b", SHAPES),
+    tokens=[262144],
+    documents=10,
+    steps=Flag(2, help="the first is not counted, unless it is the only one"),
+    equal=False,
+    keep_attention=Flag(None, (0, 1), "default: if it fits", int),
+    host_gib=Flag(None, help="host memory for checkpoints; default: what the GPU lacks", kind=amount),
+    full=Flag(False, help="train all weights, not adapters"),
+)
+def main(a: argparse.Namespace) -> Iterator[Rows]:
     if a.keep_attention is not None:
         a.keep_attention = bool(a.keep_attention)
     if a.device == "cpu":  # on which nothing is measured
         a.keep_attention, a.host_gib = a.keep_attention or False, a.host_gib or 0
-    rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if a.device == "cuda":
-        torch.cuda.set_device(rank)
-    results = Results(None if rank else a.csv)
     for tokens in a.tokens:
-        results.add([train(tokens, a)])
+        rows = [train(tokens, a)]
         free_memory()
+        yield rows
 
 
 if __name__ == "__main__":

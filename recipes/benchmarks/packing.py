@@ -9,12 +9,13 @@ the rows that holds tokens.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import multiprocessing
 import re
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ import pyarrow as pa
 import trl
 from datasets import Dataset, load_from_disk
 from datasets.utils.logging import disable_progress_bar
-from harness import Results, flags
+from harness import Rows, program
 
 from flashmask_hf.collators import pack_dataset
 
@@ -65,23 +66,15 @@ def pack_large(path: str, tokens: int, packer: str) -> dict[str, object]:
     return {"seconds": round(seconds, 2), "peak_mib": round(peak - before), "efficiency": efficiency}
 
 
-def large_rows(count: int) -> list[dict[str, object]]:
-    rows: list[dict[str, object]] = []
+@program(__doc__, gpu=False, documents=10_000)
+def main(a: argparse.Namespace) -> Iterator[Rows]:
     with tempfile.TemporaryDirectory() as path:
-        tokens = write_documents(path, count)
+        tokens = write_documents(path, a.documents)
         for name in PACKERS:
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
                 figures = process.submit(pack_large, path, tokens, name).result()
-            case = {"packer": name, "tokens_per_example": round(tokens / count), "examples": count}
-            rows.append({**case, "row_length": LONG_ROW, **figures})
-    return rows
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = flags(__doc__)
-    parser.add_argument("--documents", type=int, default=10_000)
-    a = parser.parse_args(argv)
-    Results(a.csv).add(large_rows(a.documents))
+            case = {"packer": name, "tokens_per_example": round(tokens / a.documents), "examples": a.documents}
+            yield [{**case, "row_length": LONG_ROW, **figures}]
 
 
 if __name__ == "__main__":

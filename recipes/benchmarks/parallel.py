@@ -23,16 +23,15 @@ import argparse
 import contextlib
 import functools
 import math
-import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from datasets import Dataset
-from harness import GIB, Results, count, flags, parsed, random_lengths, synchronize, time_left
+from harness import GIB, Flag, Rows, largest, program, random_lengths, synchronize, time_left, whole
 from peft import LoraConfig
 from shapes import SHAPES, arguments_of, build_model, packed_row, tokenizer
 from torch import Tensor, nn
@@ -174,13 +173,7 @@ class Bench:
         start = time.perf_counter()
         call()
         synchronize()
-        return self.largest(time.perf_counter() - start)
-
-    def largest(self, figure: float) -> float:
-        """Return the largest figure of all processes."""
-        found = torch.tensor(figure, device=self.device)
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        return float(found)
+        return largest(time.perf_counter() - start, self.device)
 
     def timed(self, provider: str, row: dict[str, Tensor]) -> tuple[float, float, float]:
         """Return loss, seconds and peak GiB of a step."""
@@ -195,17 +188,17 @@ class Bench:
         finally:
             for hook in hooks:
                 hook.remove()
-        peak = self.largest(torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0.0)
+        peak = largest(torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0.0, self.device)
         self.model.zero_grad(set_to_none=True)
         return losses[0], seconds, peak / GIB
 
-    def measure(self, row: dict[str, Tensor], a: argparse.Namespace) -> list[dict[str, object]]:
+    def measure(self, row: dict[str, Tensor], a: argparse.Namespace) -> Rows:
         """Time the steps of providers in turns, and return the columns of each. The first turn warms up."""
         runs: dict[str, list[tuple[float, float, float]]] = {name: [] for name in a.providers}
         for turn in range(a.warmup + a.repeats):
             for provider, found in runs.items():
                 expected = max((done[-1][1] for done in runs.values() if done), default=0.0)
-                if self.largest(expected - time_left(a)) > 0 or len(found) < turn:
+                if expected > time_left(a) or len(found) < turn:
                     continue
                 try:
                     found.append(self.timed(provider, row))
@@ -295,34 +288,28 @@ def drop_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any
     return args, kwargs | {"attention_mask": None, "is_causal": True}
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = flags(__doc__, deadline=True)
-    parser.add_argument("--task", choices=["sft", "dpo"], default="sft")
-    parser.add_argument("--shape", choices=SHAPES, default="llama-3.2-1b")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[131072])
-    parser.add_argument("--documents", type=int, default=10, help="documents or questions of a row")
-    parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
-    parser.add_argument("--repeats", type=count, default=3)
-    parser.add_argument("--warmup", type=int, default=1, help="steps that are not timed; 0 after a compared row")
-    a = parsed(parser, argv)
-    device = torch.device(a.device)
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    printed = contextlib.nullcontext()
-    if dist.get_rank():  # one process prints and writes
-        a.csv, printed = None, contextlib.redirect_stdout(open(os.devnull, "w"))  # noqa: SIM115
-    with printed:
-        results, bench = Results(a.csv), (PreferenceBench if a.task == "dpo" else Bench)(a.shape, device)
-        a.providers = [name for name in a.providers if bench.runs(name)]
-        bench.check(a.providers)
-        for tokens in a.tokens:
-            case = {"shape": a.shape, "gpus": bench.size, "tokens": tokens, "documents": a.documents}
-            results.add([case | row for row in bench.measure(bench.row(tokens, a.documents), a)])
-    dist.barrier()
-    dist.destroy_process_group()
+@program(
+    __doc__,
+    task=Flag("sft", ("sft", "dpo")),
+    shape=Flag("llama-3.2-1b", SHAPES),
+    tokens=[131072],
+    documents=Flag(10, help="documents or questions of a row"),
+    providers=Flag(PROVIDERS, PROVIDERS),
+    repeats=3,
+    warmup=Flag(1, None, "steps that are not timed; 0 after a compared row", whole),
+)
+def main(a: argparse.Namespace) -> Iterator[Rows]:
+    dist.init_process_group("nccl" if a.device == "cuda" else "gloo")
+    device = torch.device("cuda", torch.cuda.current_device()) if a.device == "cuda" else torch.device("cpu")
+    bench = (PreferenceBench if a.task == "dpo" else Bench)(a.shape, device)
+    a.providers = [name for name in a.providers if bench.runs(name)]
+    bench.check(a.providers)
+    for tokens in a.tokens:
+        case = {"shape": a.shape, "gpus": bench.size, "tokens": tokens, "documents": a.documents}
+        yield [case | row for row in bench.measure(bench.row(tokens, a.documents), a)]
 
 
 if __name__ == "__main__":
     main()
+    dist.barrier()
+    dist.destroy_process_group()

@@ -3,11 +3,11 @@
     python recipes/benchmarks/reinforcement.py --csv grpo.csv
     python recipes/benchmarks/reinforcement.py --models llama-3.2-1b --cases 512:512 1024:256 --groups 2 4
     python recipes/benchmarks/reinforcement.py --models qwen2.5-vl-3b gemma-3-4b --providers flashmask sdpa
-    python recipes/benchmarks/reinforcement.py --models tiny --device cpu
+    python recipes/benchmarks/reinforcement.py --models tiny --cases 64:16 --device cpu
 
 A micro-batch is `--groups` prompts of the stated length, each with G completions of half to all of the stated length.
-Models have random weights, in bfloat16 (float32 on a CPU), with gradient checkpointing; all weights are trained, and of
-qwen3-4b adapters. Up to seven eighths of the prompts of vision-language models are images.
+Models have random weights, in bfloat16 (float32 on a CPU), with gradient checkpointing. Up to seven eighths of the
+prompts of vision-language models are images.
 
 An update is forward and backward of the trainer's loss. Tokens per second count a prompt once for each completion,
 without padding. `flashmask` is `SharedPromptGRPOTrainer`; the others are `trl.GRPOTrainer` on the padded batch. Before,
@@ -19,14 +19,16 @@ log-probabilities may differ by a tenth of what another prompt changes (root mea
 
 from __future__ import annotations
 
+import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 from datasets import Dataset
-from harness import Results, available, count, first_results, flags, free_memory, in_turns, parsed, time_left
+from harness import Flag, Rows, available, contest, free_memory, program
 from images import Conversations
 from shapes import arguments_of, build_model, gradient_norm, tokenizer
 from torch import Tensor
@@ -39,16 +41,7 @@ from flashmask_hf.trainers.images import IMAGE_KEYS
 
 PROVIDERS = ("flashmask", "sdpa", "flex_attention", *(f"flash_attention_{n}" for n in (2, 3, 4)))
 IDS: dict[str, Any] = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
-# rank of the adapter or 0, and lengths of prompts and completions
-MODELS: dict[str, tuple[int, list[str]]] = {
-    "llama-3.2-1b": (0, ["512:512", "1024:256", "4096:256", "512:4096", "16384:64"]),
-    "qwen3-4b": (16, ["1024:256", "4096:256"]),
-    "qwen2.5-vl-3b": (0, ["1024:256"]),
-    "gemma-3-4b": (0, ["1024:256"]),
-    "tiny": (4, ["64:16", "16:32"]),
-    "qwen2.5-vl-tiny": (0, ["64:16"]),
-    "gemma-3-tiny": (0, ["64:16"]),
-}
+MODELS = ("llama-3.2-1b", "qwen2.5-vl-3b", "gemma-3-4b", "tiny", "qwen2.5-vl-tiny", "gemma-3-tiny")
 RATE = "update_tokens_per_second"
 FIGURES = (RATE, "update_peak_gib", "update_turns", "difference", "other_prompt")
 
@@ -56,11 +49,11 @@ FIGURES = (RATE, "update_peak_gib", "update_turns", "difference", "other_prompt"
 class Bench:
     """A model and the trainers that run it in turns."""
 
-    def __init__(self, model: str, rank: int, a: Any):
+    def __init__(self, model: str, a: Any):
         self.device, self.generations = a.device, a.generations
         has_images = model.startswith(("qwen2.5-vl", "gemma"))
         kind = AutoModelForImageTextToText if has_images else AutoModelForCausalLM
-        self.model = build_model(model, a.device, kind=kind, rank=rank, **IDS)
+        self.model = build_model(model, a.device, kind=kind, **IDS)
         self.images = Conversations(self.model) if has_images else None
         # The last ids of a vision-language model are of images and videos.
         self.vocab = self.model.config.get_text_config().vocab_size - 2 * has_images
@@ -149,17 +142,8 @@ class Bench:
         self.model.zero_grad(set_to_none=True)
 
 
-def compare(bench: Bench, batch: dict[str, Any], found: dict[str, dict[str, Any]]) -> None:
-    """Warm up, and exit unless the providers agree with SDPA, or with the first that runs."""
-
-    def both(name: str) -> tuple[Tensor, float]:
-        values = bench.log_probabilities(name, batch)
-        bench.update(name, batch)
-        return values, gradient_norm(bench.model)
-
-    results, failed = first_results({name: partial(both, name) for name in found}, bench.clear)
-    for name, reason in failed.items():
-        found[name][RATE] = reason
+def compare(bench: Bench, batch: dict[str, Any], found: dict[str, Any], results: dict[str, Any]) -> None:
+    """Exit unless the providers agree with SDPA, or with the first that runs."""
     if not results:
         return
     first = "sdpa" if "sdpa" in results else next(iter(results))
@@ -179,14 +163,21 @@ def compare(bench: Bench, batch: dict[str, Any], found: dict[str, dict[str, Any]
         raise SystemExit(f"norms of gradients disagree: {norms}")
 
 
-def measure(bench: Bench, case: tuple[int, int, int], providers: Sequence[str], a: Any) -> list[dict[str, Any]]:
+def measure(bench: Bench, case: tuple[int, int, int], providers: Sequence[str], a: Any) -> Rows:
     """Return a row per provider for a case: prompt, completion, groups."""
     found: dict[str, dict[str, Any]] = {name: dict.fromkeys(FIGURES, "") for name in providers}
     batch = bench.draw(*case)
-    compare(bench, batch, found)
     tokens = int(batch["prompt_mask"].sum() + batch["completion_mask"].sum())
-    calls = {name: partial(bench.update, name, batch) for name in providers if not found[name][RATE]}
-    for name, made in in_turns(calls, a.turns, a, bench.clear).items():
+
+    def both(name: str) -> tuple[Tensor, float]:
+        values = bench.log_probabilities(name, batch)
+        bench.update(name, batch)
+        return values, gradient_norm(bench.model)
+
+    calls = {name: partial(bench.update, name, batch) for name in providers}
+    firsts = {name: partial(both, name) for name in providers}
+    agree = partial(compare, bench, batch, found)
+    for name, made in contest(calls, agree, a.turns, a, bench.clear, firsts).items():
         found[name][RATE] = made
         if not isinstance(made, str):
             figures = round(tokens / made.seconds), round(made.peak_gib, 2), made.turns
@@ -195,28 +186,31 @@ def measure(bench: Bench, case: tuple[int, int, int], providers: Sequence[str], 
     return [{**shape, "tokens": tokens, "provider": name, **figures} for name, figures in found.items()]
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = flags(__doc__, deadline=True)
-    parser.add_argument("--models", nargs="+", default=["llama-3.2-1b", "qwen3-4b"], choices=MODELS)
-    parser.add_argument("--cases", nargs="+", help="PROMPT:COMPLETION, in tokens; default: those of each model")
-    parser.add_argument("--generations", type=int, default=8, help="completions of a prompt, G")
-    parser.add_argument("--groups", type=int, nargs="+", default=[1], help="prompts of a micro-batch")
-    parser.add_argument("--providers", nargs="+", default=PROVIDERS, choices=PROVIDERS)
-    parser.add_argument("--turns", type=count, default=5, help="measurements of each provider")
-    a = parsed(parser, argv)
+def lengths(text: str) -> tuple[int, int]:
+    """Parse PROMPT:COMPLETION."""
+    prompt, _, completion = text.partition(":")
+    if not (prompt.isdigit() and completion.isdigit() and int(prompt) and int(completion)):
+        raise argparse.ArgumentTypeError(f"must be PROMPT:COMPLETION, such as 512:256, got {text}")
+    return int(prompt), int(completion)
+
+
+@program(
+    __doc__,
+    models=Flag(["llama-3.2-1b"], MODELS),
+    cases=Flag([(1024, 256), (4096, 256)], help="PROMPT:COMPLETION, in tokens", kind=lengths),
+    generations=8,
+    groups=Flag([1], help="prompts of a micro-batch"),
+    providers=Flag(PROVIDERS, PROVIDERS),
+    turns=5,
+)
+def main(a: argparse.Namespace) -> Iterator[Rows]:
     providers = available(a.providers, a.device)
-    results = Results(a.csv)
     for model in a.models:
-        rank, cases = MODELS[model]
         torch._dynamo.reset()  # else head_dim counts as a size that varies
-        bench = Bench(model, rank, a)
-        for case in a.cases or cases:
-            for groups in a.groups:
-                if time_left(a) <= 0:
-                    return
-                prompt, completion = map(int, case.split(":"))
-                found = measure(bench, (prompt, completion, groups), providers, a)
-                results.add([{"model": model, "lora": rank, **row} for row in found])
+        bench = Bench(model, a)
+        for case, groups in product(a.cases, a.groups):
+            found = measure(bench, (*case, groups), providers, a)
+            yield [{"model": model, **row} for row in found]
         del bench
         free_memory()
 

@@ -71,9 +71,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": _shape(
         1024, 3072, 28, 16, 8, 151936, head_dim=128, rope_parameters=ROPE["rope_parameters"] | {"rope_theta": 1e6}
     ),
-    "qwen3-4b": _shape(
-        2560, 9728, 36, 32, 8, 151936, head_dim=128, rope_parameters=ROPE["rope_parameters"] | {"rope_theta": 1e6}
-    ),
     "tiny": _shape(256, 512, 2, 4, 2, 1024, head_dim=64),
     "bert-base": NO_DROPOUT,
     "bert-tiny": NO_DROPOUT | {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2},

@@ -15,11 +15,12 @@ import functools
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import product
 from typing import Any
 
 import torch
-from harness import Results, flags, free_memory, parsed
+from harness import Flag, Rows, free_memory, program
 from shapes import SHAPES
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -157,7 +158,7 @@ def measure(study: Study, length: int, device: str) -> tuple[float, Usage]:
     return unprofiled, usage_by_kind(profiler.events() or [])
 
 
-def rows_of(usage: Usage, step_milliseconds: float) -> list[dict[str, object]]:
+def rows_of(usage: Usage, step_milliseconds: float) -> Rows:
     spent = [(sum(microseconds) / 1000, len(microseconds), kind) for kind, microseconds in usage.items()]
     busy = sum(milliseconds for milliseconds, *_ in spent)
     spent = [*sorted(spent, reverse=True), (max(0.0, step_milliseconds - busy), 0, "idle")]
@@ -168,31 +169,28 @@ def rows_of(usage: Usage, step_milliseconds: float) -> list[dict[str, object]]:
     ]
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = flags(__doc__, deadline=True)
-    parser.add_argument("--shape", choices=SHAPES, default="llama-3.2-1b")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768, 131072])
-    parser.add_argument("--settings", nargs="+", type=setting, default=["eager", "kept", "compiled", "compiled+kept"])
-    parser.add_argument("--lora", action="store_true", help="train adapters of all linear layers")
-    a = parsed(parser, argv)
+@program(
+    __doc__,
+    shape=Flag("llama-3.2-1b", SHAPES),
+    lengths=[8192, 32768, 131072],
+    settings=Flag(["eager", "kept", "compiled", "compiled+kept"], kind=setting),
+    lora=Flag(False, help="train adapters of all linear layers"),
+)
+def main(a: argparse.Namespace) -> Iterator[Rows]:
     a.implementations = ["flashmask"]
-    results = Results(a.csv)
-    for one in a.settings:
-        for length in a.lengths:
-            trained = "adapters" if a.lora else "all"
-            case = {"shape": a.shape, "trained": trained, "length": length, "setting": one, "step_milliseconds": ""}
-            a_setting = argparse.Namespace(**{**vars(a), "settings": [one]})
-            study = Study("lora" if a.lora else "sft", a.shape, a_setting)
-            try:
-                milliseconds, usage = measure(study, length, a.device)
-                case["step_milliseconds"] = round(milliseconds, 2)
-                found = [{**case, **row} for row in rows_of(usage, milliseconds)]
-            except torch.OutOfMemoryError:
-                found = [{**case, "kind": study.series[0].ended, "milliseconds": "", "share": "", "launches": ""}]
-            results.add(found)
-            del study
-            free_memory()
-            torch.compiler.reset()
+    for one, length in product(a.settings, a.lengths):
+        case = {"shape": a.shape, "trained": "adapters" if a.lora else "all", "length": length, "setting": one}
+        study = Study("lora" if a.lora else "sft", a.shape, argparse.Namespace(**{**vars(a), "settings": [one]}))
+        try:
+            milliseconds, usage = measure(study, length, a.device)
+            found = [{**case, "step_milliseconds": round(milliseconds, 2), **x} for x in rows_of(usage, milliseconds)]
+        except torch.OutOfMemoryError:
+            kind = {"step_milliseconds": "", "kind": study.series[0].ended}
+            found = [{**case, **kind, "milliseconds": "", "share": "", "launches": ""}]
+        del study
+        free_memory()
+        yield found
+        torch.compiler.reset()
 
 
 if __name__ == "__main__":

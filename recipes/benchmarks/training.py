@@ -3,7 +3,7 @@
     python recipes/benchmarks/training.py --csv rows.csv   # figures 2 and 7 of the FlashMask paper
     python recipes/benchmarks/training.py settings --deadline 500 --csv settings.csv   # kept, Liger's kernels, compiled
     python recipes/benchmarks/training.py --shapes llama-3.2-1b --tasks sft --lengths 8192 --steps 3   # a minute
-    python recipes/benchmarks/training.py --tasks dpo --implementations flashmask trl_sdpa trl_flex_attention_single
+    python recipes/benchmarks/training.py --tasks dpo --implementations flashmask trl_sdpa trl_sdpa_single
     python recipes/benchmarks/training.py --shapes tiny --device cpu --lengths 512 1024
     python recipes/benchmarks/training.py images --shapes qwen2.5-vl-3b --deadline 560 --csv images.csv
 
@@ -14,7 +14,7 @@ one packed row (FlashMask, appendix A.2.1). Tasks:
 - `dpo` (with a reference model) and `reward`: 1 to 10 questions with 2 and 6 answers. Tokens per second count each
   question once.
 - `orpo`, `kto` (study `preference`): TRL's trainers on questions of 1,024 tokens with 2 and 4 answers; `flashmask` is
-  `share_prefixes`, whose host time is `hook_milliseconds` per step.
+  `share_prefixes`, with its host time.
 - `trajectories`: steps of agents without earlier thinking, in rows of about the mean length; `flashmask` shares
   prefixes, and `examples_per_second` is for all `rows`.
 - `images_20`, `images_50`, `images_80`: conversations with that percentage of image tokens.
@@ -24,15 +24,15 @@ Implementations:
 
 - `flashmask`; `sdpa`, `flex_attention`: the same row with a dense mask or a block mask.
 - `flash_attention_2`, `_3`, `_4`: the varlen path; DPO and the reward model as in stock TRL, question by question.
-- `trl_sdpa`, `trl_flex_attention`, `trl_flash_attention_4`: stock TRL, which repeats the question for each answer and
+- `trl_sdpa`, `trl_flash_attention_4`: stock TRL, which repeats the question for each answer and
   pads; `_single`: question by question, with gradient accumulation. Six answers are three pairs. With images: batches
   of 8 conversations, or one by one. `trl_flashmask`: without `share_prefixes`.
 
 Settings join by "+": `eager`; `kept` keeps attention's results (flashmask alone); `liger` runs Liger's kernels;
 `compiled` compiles each layer. All run in turns on one model, after their losses (DPO: log-probabilities, reward
 models: rewards) have agreed. A series ends with "out of memory", "failed", or "out of time" before a step of more than
-`--longest` seconds or past `--deadline`. A compiled setting without `compilations` in its first step has run another's
-code, or eagerly; `steps` counts the measured ones.
+`--longest` seconds or past `--deadline`. A compiled setting without `compilations` has run another's code, or
+eagerly.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -44,7 +44,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ import numpy as np
 import torch
 from block_diffusion import Batch, draw_row
 from datasets import Dataset
-from harness import Results, attempt, available, flags, free_memory, parsed, random_lengths, synchronize, time_left
+from harness import Flag, Rows, attempt, available, count, free_memory, program, random_lengths, synchronize, time_left
 from images import Conversations
 from packed_attention import attention, block_mask, dense_mask
 from shapes import SHAPES, TRAINERS, arguments_of, build_model, gradient_norm, make_rows, tokenizer
@@ -75,56 +75,51 @@ from common import compile_layers
 PACKED = ("flashmask", "sdpa", "flex_attention")
 VARLEN = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 # All questions of a row in one batch.
-WHOLE = ("trl_flashmask", "trl_sdpa", "trl_flex_attention", "trl_flash_attention_4")
+WHOLE = ("trl_flashmask", "trl_sdpa", "trl_flash_attention_4")
 STOCK = (*WHOLE, *(f"{name}_single" for name in WHOLE))
 SETTINGS = ("eager", "kept", "liger", "compiled")
 TASKS = ("sft", "lora", "dpo", "reward")
-DIFFUSION, DLLM = "diffusion", "dllm_sdpa"
+DLLM = "dllm_sdpa"
 IMAGES = ("images_20", "images_50", "images_80")
 PREFERENCE = ("orpo", "kto")
-TRAJECTORIES = "trajectories"
 ANSWERS = {"dpo": 2, "reward": 6, "orpo": 2, "kto": 4}
 PROMPT = 1024  # tokens of a question of ORPO and KTO
 ADAPTERS_ONLY = ("llama-3.1-8b",)
 LATE = "out of time"
 TOLERANCE = {"cuda": 5e-3, "cpu": 1e-5}  # largest difference of two losses, in bfloat16 and in float32
+
+
+def study(
+    tasks: Sequence[str],
+    implementations: Sequence[str],
+    lengths: Sequence[int],
+    shapes: Sequence[str] = ("llama-3.2-1b", "llama-3.1-8b"),
+    settings: Sequence[str] = ("eager",),
+) -> dict[str, Sequence[Any]]:
+    return locals()
+
+
 # FlexAttention, which compiles longest, is last.
-STUDIES: dict[str, dict[str, Sequence[Any]]] = {
-    "lengths": {
-        "tasks": TASKS,
-        "implementations": ("flashmask", "sdpa", *VARLEN, "flex_attention"),
-        "lengths": [2**power for power in range(12, 20)],
-    },
-    "settings": {
-        "tasks": ["sft"],
-        "implementations": ("flashmask", "sdpa", "flash_attention_4", "flex_attention"),
-        "settings": ["eager", "kept", "liger", "kept+liger", "compiled", "compiled+kept"],
-        "lengths": [2048, 4096, 8192, 32768, 131072],
-    },
-    "images": {
-        "shapes": ["qwen2.5-vl-3b", "gemma-3-4b"],
-        "tasks": IMAGES,
-        "implementations": ("flashmask", "trl_flash_attention_4", "trl_sdpa", "trl_sdpa_single"),
-        "lengths": [8192, 32768],
-    },
-    "preference": {
-        "tasks": PREFERENCE,
-        "implementations": ("flashmask", "trl_flashmask", "trl_flash_attention_4", "trl_sdpa"),
-        "lengths": [4096, 8192],
-    },
-    "diffusion": {
-        "shapes": ["qwen3-0.6b", "llama-3.1-8b"],
-        "tasks": [DIFFUSION],
-        "implementations": ("flashmask", DLLM, "flex_attention"),
-        "lengths": [4096, 16384, 32768],
-    },
-    "trajectories": {
-        "tasks": [TRAJECTORIES],
-        "implementations": ("flashmask", "trl_flashmask", "flash_attention_4"),
-        "lengths": [16384, 32768],
-    },
+STUDIES = {
+    "lengths": study(TASKS, ("flashmask", "sdpa", *VARLEN, "flex_attention"), [2**power for power in range(12, 20)]),
+    "settings": study(
+        ["sft"],
+        ("flashmask", "sdpa", "flash_attention_4", "flex_attention"),
+        [2048, 4096, 8192, 32768, 131072],
+        settings=["eager", "kept", "liger", "kept+liger", "compiled", "compiled+kept"],
+    ),
+    "images": study(
+        IMAGES,
+        ("flashmask", "trl_flash_attention_4", "trl_sdpa", "trl_sdpa_single"),
+        [8192, 32768],
+        ["qwen2.5-vl-3b", "gemma-3-4b"],
+    ),
+    "preference": study(PREFERENCE, ("flashmask", "trl_flashmask", "trl_flash_attention_4", "trl_sdpa"), [4096, 8192]),
+    "diffusion": study(
+        ["diffusion"], ("flashmask", DLLM, "flex_attention"), [4096, 16384, 32768], ["qwen3-0.6b", "llama-3.1-8b"]
+    ),
+    "trajectories": study(["trajectories"], ("flashmask", "trl_flashmask", "flash_attention_4"), [16384, 32768]),
 }
-DEFAULTS = {"shapes": ["llama-3.2-1b", "llama-3.1-8b"], "settings": ["eager"]}
 
 Document = tuple[list[int], list[list[int]]]
 """Token ids of a question, and of each of its answers."""
@@ -181,7 +176,9 @@ def inputs(implementation: str, row: dict[str, Tensor]) -> dict[str, Any]:
 
 
 class FineTuning:
-    """Supervised fine-tuning of all weights or of adapters."""
+    """Supervised fine-tuning, by implementations in `ways`."""
+
+    ways: Sequence[str] = (*PACKED, *VARLEN)
 
     def __init__(self, task: str, shape: str, a: argparse.Namespace):
         self.device = a.device
@@ -205,14 +202,20 @@ class FineTuning:
         """Return what implementations must agree in, each with its allowed difference."""
         return [(self.run(implementation, self.draw(length, 1)[0]), TOLERANCE[self.device])]
 
+    def columns(self, implementation: str, seconds: float | None, rows: Sequence[Any]) -> dict[str, Any]:
+        """Return columns that the task adds, if a step of `seconds` was measured."""
+        return {}
+
 
 class ImageTuning(FineTuning):
     """Fine-tuning of a vision-language model: a packed row, or TRL's padded batches."""
 
     def __init__(self, task: str, shape: str, a: argparse.Namespace):
         super().__init__(task, shape, a)
+        # FlashAttention hides later tokens of an image from Gemma's.
+        hides = shape.startswith("gemma")
+        self.ways = ("flashmask", *(name for name in STOCK if not (hides and "flash_attention" in name)))
         self.share, self.conversations = int(task.removeprefix("images_")) / 100, Conversations(self.model)
-        self.tower = a.stock_tower
 
     def draw(self, length: int, count: int) -> Sequence[Any]:
         """Draw rows."""
@@ -223,8 +226,7 @@ class ImageTuning(FineTuning):
         """Run forward and backward of a row; return the loss."""
         form = "single" if implementation.endswith("_single") else "batches"
         name = implementation.removeprefix("trl_").removesuffix("_single")
-        tower = name if name == "flashmask" or self.tower is None else self.tower
-        self.model.set_attn_implementation({"": name, "text_config": name, "vision_config": tower})
+        self.model.set_attn_implementation({"": name, "text_config": name, "vision_config": name})
         losses = []
         for batch, pixels in row["packed" if implementation == "flashmask" else form]:
             images = {} if pixels.start == pixels.stop else {"pixel_values": self.conversations.pixels[pixels]}
@@ -233,9 +235,16 @@ class ImageTuning(FineTuning):
             losses.append(loss.detach())
         return float(sum(losses))
 
+    def columns(self, implementation: str, seconds: float | None, rows: Sequence[Any]) -> dict[str, Any]:
+        """Return the rate of images."""
+        images = statistics.fmean(row["images"] for row in rows)
+        return {"images_per_second": round(images / seconds, 2) if seconds else ""}
+
 
 class DiffusionTuning(FineTuning):
     """Block diffusion: a packed row, or dllm's padded batches of the same noise."""
+
+    ways = ("flashmask", "flex_attention", DLLM)
 
     def draw(self, length: int, count: int) -> Sequence[Any]:
         """Draw rows."""
@@ -265,6 +274,8 @@ class DiffusionTuning(FineTuning):
 
 class Trajectories(FineTuning):
     """Fine-tuning on agents' trajectories, with and without shared prefixes."""
+
+    ways = (*FineTuning.ways, "trl_flashmask")
 
     def _steps(self, length: int, count: int, most: int) -> Dataset:
         """Draw trajectories of at most `most` steps, whose examples fit into `length` tokens."""
@@ -322,6 +333,13 @@ class Trajectories(FineTuning):
         norm = gradient_norm(self.model)
         return [(loss, TOLERANCE[self.device]), (norm, (0.05 if self.device == "cuda" else 1e-4) * norm)]
 
+    def columns(self, implementation: str, seconds: float | None, rows: Sequence[Any]) -> dict[str, Any]:
+        """Return the rates, and the packed rows."""
+        count, tokens = self.rows[implementation == "flashmask"]
+        rate = {"tokens_per_second": round(tokens / seconds)} if seconds else {}
+        examples = round(self.examples / (count * seconds), 3) if seconds else ""
+        return rate | {"examples_per_second": examples, "rows": count, "examples": self.examples}
+
 
 def make_row(task: str, length: int, vocab: int, generator: torch.Generator) -> list[Document]:
     answers = ANSWERS[task]
@@ -375,8 +393,10 @@ def stock_examples(task: str, row: list[Document]) -> list[list[dict[str, Any]]]
     return [[{"chosen_ids": q + one, "rejected_ids": q + two} for one, two in of_q] for q, of_q in pairs]
 
 
-class Alignment:
+class Alignment(FineTuning):
     """DPO or a reward model: this package's trainer and TRL's, on the same model."""
+
+    ways = (*FineTuning.ways, *STOCK)
 
     def __init__(self, task: str, shape: str, a: argparse.Namespace):
         self.task, self.device, self.vocab = task, a.device, SHAPES[shape]["vocab_size"]
@@ -416,7 +436,6 @@ class Alignment:
                 batches = [[example for batch in batches for example in batch]]
         for model in self.models:
             model.set_attn_implementation(name)
-        trainer.data_collator.pad_to_multiple_of = 1024 if name == "flex_attention" else None
         with attention(implementation if packed else "flashmask"):
             for batch in batches:
                 loss = trainer.compute_loss(self.model, trainer._prepare_inputs(trainer.data_collator(batch)))
@@ -439,6 +458,8 @@ class Alignment:
 
 class Preference(Alignment):
     """ORPO or KTO: TRL's trainer on padded batches, with `share_prefixes` and without."""
+
+    ways = ("flashmask", *WHOLE)
 
     def __init__(self, task: str, shape: str, a: argparse.Namespace):
         super().__init__(task, shape, a)
@@ -481,9 +502,15 @@ class Preference(Alignment):
         exact = self.device == "cpu"
         return [(loss, 1e-5 if exact else 0.13), (norm, (1e-4 if exact else 0.1) * norm)]
 
+    def columns(self, implementation: str, seconds: float | None, rows: Sequence[Any]) -> dict[str, Any]:
+        """Return the time of the hook per step."""
+        hooked = seconds and implementation == "flashmask"
+        return {"hook_milliseconds": round(1000 * statistics.median(self.host), 2) if hooked else ""}
+
 
 KINDS: dict[str, Any] = {**dict.fromkeys(IMAGES, ImageTuning), **dict.fromkeys(PREFERENCE, Preference)}
-KINDS |= {"dpo": Alignment, "reward": Alignment, DIFFUSION: DiffusionTuning, TRAJECTORIES: Trajectories}
+KINDS |= {"sft": FineTuning, "lora": FineTuning, "dpo": Alignment, "reward": Alignment}
+KINDS |= {"diffusion": DiffusionTuning, "trajectories": Trajectories}
 
 
 class Series:
@@ -517,42 +544,13 @@ class Series:
         return found | {"first_step_seconds": round(self.first or 0, 2), "compilations": self.compilations}
 
 
-def can_run(implementation: str, task: str, shape: str) -> bool:
-    """Return whether an implementation runs a task: FlashAttention hides later tokens of an image from Gemma's."""
-    if task == DIFFUSION or implementation == DLLM:
-        return task == DIFFUSION and implementation in ("flashmask", "flex_attention", DLLM)
-    if task in IMAGES and implementation in STOCK:
-        return not (shape.startswith("gemma") and "flash_attention" in implementation)
-    if task in PREFERENCE:
-        return implementation in ("flashmask", *WHOLE)
-    if task == TRAJECTORIES and implementation == "trl_flashmask":
-        return True
-    return implementation == "flashmask" if task in IMAGES else task in ANSWERS or implementation not in STOCK
-
-
-def more_columns(task: Any, figures: dict[str, Any], rows: Sequence[Any]) -> dict[str, Any]:
-    """Return the columns that a task adds to the figures of a series."""
-    seconds, ours = figures["seconds_per_step"], figures["implementation"] == "flashmask"
-    if isinstance(task, ImageTuning):
-        images = statistics.fmean(row["images"] for row in rows)
-        return {"images_per_second": round(images / seconds, 2) if seconds else ""}
-    if isinstance(task, Preference):
-        return {"hook_milliseconds": round(1000 * statistics.median(task.host), 2) if ours and seconds else ""}
-    if isinstance(task, Trajectories):
-        count, tokens = task.rows[ours]
-        rate = {"tokens_per_second": round(tokens / seconds)} if seconds else {}
-        examples = round(task.examples / (count * seconds), 3) if seconds else ""
-        return rate | {"examples_per_second": examples, "rows": count, "examples": task.examples}
-    return {}
-
-
 class Study:
     """One model of a task in training, and the series that share it."""
 
     def __init__(self, task: str, shape: str, a: argparse.Namespace):
         self.arguments = a
-        self.task = KINDS.get(task, FineTuning)(task, shape, a)
-        ways = [name for name in a.implementations if can_run(name, task, shape)]
+        self.task = KINDS[task](task, shape, a)
+        ways = [name for name in a.implementations if name in self.task.ways]
         pairs = [(name, setting) for setting in a.settings for name in ways]
         self.series = [Series(*pair) for pair in pairs if pair[0] == "flashmask" or "kept" not in pair[1]]
         self.switch = Switch(self.task.models, a.settings)
@@ -596,18 +594,16 @@ class Study:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def measure(self, length: int) -> list[dict[str, object]]:
+    def measure(self, length: int) -> Rows:
         """Measure the series at one length in turns of random order."""
         a, rows = self.arguments, self.task.draw(length, self.arguments.steps)
         for one in self.series:
             if one.expected(length) > a.longest:
                 one.ended = LATE
                 continue
-            # FlexAttention compiles for each length, and in stock TRL for each row.
-            flex = "flex_attention" in one.implementation
-            for row in rows if flex and one.implementation in STOCK else rows[:1] if flex or not one.length else []:
-                if not one.ended:
-                    self.run(one, lambda one=one, row=row: self.step(one, row), one.expected(length))
+            # FlexAttention compiles for each length.
+            if one.implementation == "flex_attention" or not one.length:
+                self.run(one, lambda one=one: self.step(one, rows[0]), one.expected(length))
         start, order = time.monotonic(), random.Random(length)
         for number, row in enumerate(rows):
             running = [one for one in self.series if not one.ended]
@@ -618,49 +614,48 @@ class Study:
                 made = self.run(one, lambda one=one, row=row: self.step(one, row), one.expected(length))
                 if made is not None:
                     one.steps.append(made[1:])
-        found = [one.figures(length) for one in self.series]
-        found = [figures | more_columns(self.task, figures, rows) for figures in found]
+        found = Rows()
+        for one in self.series:
+            figures: Any = one.figures(length)
+            found.append(figures | self.task.columns(one.implementation, figures["seconds_per_step"], rows))
         self.series = [one for one in self.series if not one.ended]
         return found
 
 
 def setting(text: str) -> str:
-    parts = sorted(set(text.split("+")), key=SETTINGS.index)
-    return "+".join(sorted(part for part in parts if part != "eager")) or "eager"
+    parts = set(text.split("+")) - {"eager"}
+    if not parts <= {*SETTINGS}:
+        raise argparse.ArgumentTypeError(f"must be some of {', '.join(SETTINGS)}, joined by +, got {text}")
+    return "+".join(sorted(parts)) or "eager"
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = flags(__doc__, deadline=True)
-    parser.add_argument("study", nargs="?", default="lengths", choices=STUDIES)
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES)
-    parser.add_argument("--tasks", nargs="+", choices=(*TASKS, *IMAGES, *PREFERENCE, DIFFUSION, TRAJECTORIES))
-    parser.add_argument(
-        "--implementations", nargs="+", choices=["flashmask", "sdpa", "flex_attention", *VARLEN, *STOCK, DLLM]
-    )
-    parser.add_argument("--settings", nargs="+", type=setting, help="such as eager compiled+kept")
-    parser.add_argument("--lengths", nargs="+", type=int)
-    parser.add_argument("--steps", type=int, default=5, help="most measured steps of a series and length")
-    parser.add_argument("--seconds", type=float, default=60, help="start no step after the first later than this")
-    parser.add_argument("--longest", type=float, default=120, help="end a series whose step may take more seconds")
-    parser.add_argument("--stock-tower", help="attention of image towers in stock TRL; default: as in the text")
-    a = parsed(parser, argv)
-    given = {name: value for name, value in vars(a).items() if value is not None}
-    a = argparse.Namespace(**{**vars(a), **DEFAULTS, **STUDIES[a.study], **given})
+@program(
+    __doc__,
+    study=Flag("lengths", STUDIES, name="study"),
+    shapes=Flag([], SHAPES),
+    tasks=Flag([], KINDS),
+    implementations=Flag([], ("flashmask", "sdpa", "flex_attention", *VARLEN, *STOCK, DLLM)),
+    settings=Flag([], None, "such as eager compiled+kept", setting),
+    lengths=Flag([], kind=count),
+    steps=Flag(5, help="most measured steps of a series and length"),
+    seconds=Flag(60.0, help="start no step after the first later than this"),
+    longest=Flag(120.0, help="end a series whose step may take more seconds"),
+)
+def main(a: argparse.Namespace) -> Iterator[Rows]:
+    given = {name: value for name, value in vars(a).items() if value != []}
+    a = argparse.Namespace(**{**STUDIES[a.study], **given})
     a.implementations = available(a.implementations, a.device)
-    results = Results(a.csv)
     cases = [(shape, task) for shape in a.shapes for task in a.tasks]
     # A shape that trains adapters alone has no `sft`.
     cases = [(x, "lora" if task == "sft" and x in ADAPTERS_ONLY else task) for x, task in cases]
     for shape, task in dict.fromkeys(cases):
-        if time_left(a) <= 0:
-            break
         study = Study(task, shape, a)
         adapters = hasattr(study.task.model, "peft_config")
         facts = {"shape": shape, "task": task, "trained": "adapters" if adapters else "all"}
         study.check(min(a.lengths))
         for length in sorted(a.lengths):
             if study.series:
-                results.add([{**facts, "length": length, **figures} for figures in study.measure(length)])
+                yield [{**facts, "length": length, **figures} for figures in study.measure(length)]
         study.switch.set("eager")  # Liger's kernels replace functions that the next models share
         del study
         free_memory()

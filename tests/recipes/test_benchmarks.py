@@ -71,7 +71,8 @@ RESULTS = {"short": "short_h200", "decode": "decode_h200", "plan": "plan_h200", 
 @pytest.mark.parametrize("study", STUDIES)
 def test_a_study_of_attention(study, run):
     rows = run("attention", study, *STUDIES[study], "--repeats", 1, "--warmup", 0)
-    assert columns(RESULTS.get(study, "attention_h200")) - {"visible_pairs", "both_tflops_of_pairs"} <= set(rows[0])
+    left_out = {"visible_pairs", "both_tflops_of_pairs", "issued_us", "bytes_per_token"}  # on no page
+    assert columns(RESULTS.get(study, "attention_h200")) - left_out <= set(rows[0])
     if study == "plan":
         assert [row["mask"] for row in rows] == list(attention.FAMILIES)
         return
@@ -245,7 +246,7 @@ def test_peers_get_the_masks_that_they_can_express(run):
     assert {row["version"] for row in rows if row["provider"] == "fa4"} == {"", "flash-attn-4 of flash-attn-4"}
 
 
-def test_providers_that_are_wrong_fail_or_are_missing_are_not_timed(run, monkeypatch, capsys):
+def test_providers_that_are_wrong_fail_or_are_missing_are_not_timed(run, monkeypatch):
     right = peers.PROVIDERS["sdpa_dense"]
 
     def leaks(case):
@@ -273,7 +274,6 @@ def test_providers_that_are_wrong_fail_or_are_missing_are_not_timed(run, monkeyp
     assert status["flashmask"].startswith("differs: out by 1.0e-01")
     assert status["cudnn"] == "failed: RuntimeError: no kernel for this width"
     assert (status["sdpa_dense"], status["fa4"]) == ("timed", "not installed")
-    assert "sdpa differs, flashmask differs, cudnn failed" in capsys.readouterr().out
     assert not any(row["forward_ms"] for row in rows if row["status"] != "timed")
 
 
@@ -459,8 +459,6 @@ def test_settings_are_put_in_and_taken_out(monkeypatch):
     assert state("eager") == (None, False, False)
     assert training.setting("kept+compiled") == "compiled+kept"
     assert training.setting("eager") == "eager"
-    with pytest.raises(ValueError, match="not in tuple"):
-        training.setting("fast")
 
 
 def test_the_profile_of_a_step(run):
@@ -501,7 +499,13 @@ IMAGE_MODELS = [pytest.param(f"{name}-tiny", marks=pytest.mark.full) for name in
 def test_grpo(model, run, capsys):
     flags = ["--models", model, "--cases", "32:8", "--turns", 1, "--generations", 4, "--groups", 1, 2]
     rows = run("reinforcement", *flags, "--deadline", 1e6)
-    left_out = {"compiled", "update_against_sdpa", "first_ratio_max", "first_ratio_mean"}  # of earlier runs, on no page
+    left_out = {
+        "compiled",
+        "lora",
+        "update_against_sdpa",
+        "first_ratio_max",
+        "first_ratio_mean",
+    }  # of earlier runs, on no page
     assert columns("grpo_1b_h200") - left_out == set(rows[0])
     providers = ["flashmask", "sdpa"]
     assert [(row["groups"], row["provider"]) for row in rows] == [(n, name) for n in "12" for name in providers]
@@ -623,29 +627,43 @@ def test_calls_in_turns_fail_alone_and_end_at_the_deadline():
     def fails():
         raise torch.OutOfMemoryError("out")
 
-    calls = {"fails": fails, "runs": lambda: 1}
-    assert harness.first_results(calls) == ({"runs": 1}, {"fails": "out of memory"})
+    calls, compared = {"fails": fails, "runs": lambda: 1}, []
     for deadline, turns in ((1e6, 3), (0, 1)):
-        found = harness.in_turns(calls, 3, argparse.Namespace(deadline=deadline))
+        a = argparse.Namespace(deadline=deadline, device="cpu")
+        found = harness.contest(calls, lambda results: compared.append(dict(results)), 3, a)
         assert (found["fails"], found["runs"].turns) == ("out of memory", turns)
+    assert compared == [{"runs": 1}] * 2
 
 
-def test_providers_without_a_step_before_the_deadline_are_left_out(tmp_path, monkeypatch, capsys):
-    """Then there may be no row to write; no turns at all are refused."""
-    import drafts
+def test_providers_without_a_step_before_the_deadline_are_left_out(tmp_path, capsys):
+    """Then there may be no row to write."""
     import harness
     import parallel
 
-    monkeypatch.setattr(parallel.Bench, "largest", lambda self, figure: figure)
-    late = argparse.Namespace(providers=["whole", "keys"], warmup=0, repeats=1, deadline=0)
+    late = argparse.Namespace(providers=["whole", "keys"], warmup=0, repeats=1, deadline=0, device="cpu")
     row = {parallel.VECTORS: torch.zeros(1, 1, 128, 2)}
     harness.Results(tmp_path / "rows.csv").add(object.__new__(parallel.Bench).measure(row, late))
     assert not (tmp_path / "rows.csv").exists()
     says = [f"{name} is left out: no step before the deadline" for name in late.providers]
     assert capsys.readouterr().out.splitlines() == says
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("attention --repeats 0", "argument --repeats: must be at least 1, got 0"),
+        ("training --steps -1", "argument --steps: must be at least 1, got -1"),
+        ("training --longest nan", "argument --longest: must be at least 0, got nan"),
+        ("training --settings fast", "argument --settings: must be some of eager, kept, liger, compiled, joined by +"),
+        ("parallel --warmup -1", "argument --warmup: must be at least 0, got -1"),
+        ("reinforcement --cases 512", "argument --cases: must be PROMPT:COMPLETION, such as 512:256, got 512"),
+    ],
+)
+def test_wrong_flags_are_named_before_anything_is_measured(command, message, capsys):
+    program, *flags = command.split()
     with pytest.raises(SystemExit):
-        drafts.main(["--repeats", "0"])
-    assert "argument --repeats: must be at least 1, got 0" in capsys.readouterr().err
+        importlib.import_module(program).main([*flags, "--device", "cpu"])
+    assert message in capsys.readouterr().err
 
 
 def test_unskipped_lists_every_tile():
