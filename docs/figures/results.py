@@ -57,7 +57,9 @@ def read(name: str) -> tuple[Row, ...]:
     Figures of updates of GRPO have the names of `training.py`, and their peers run the padded batch.
     """
     with open(RESULTS / f"{name}.csv", newline="") as file:
-        rows = [{key.removeprefix("update_"): Figure(x) for key, x in row.items()} for row in csv.DictReader(file)]
+        rows: list[Row] = [
+            {k.removeprefix("update_"): Figure(x) for k, x in row.items()} for row in csv.DictReader(file)
+        ]
     for row in rows:
         padded = "padded_" * (name.startswith("grpo_") and row["provider"] != "flashmask")
         row.setdefault("implementation", Figure(padded + row.get("provider", "")))

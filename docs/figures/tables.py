@@ -45,8 +45,6 @@ Columns = dict[str, str | Cell]
 
 PEERS = ("fa4", "cudnn_flex", "flex_flash", "flex_attention", "cudnn")
 FLASH_ATTENTION = ("full", "causal", "sliding_window", "causal_document", "document")  # masks that it has a form for
-ATTENTION, TRAINING = "benchmarks/attention.py", "benchmarks/training.py"
-SHAPE = "Llama-3.2-1B's shape"
 WIDTHS = ("64", "128")  # sizes of heads that sentences speak of
 
 
@@ -101,45 +99,29 @@ def cell(form: str, missing: str = "", **values: str) -> Cell:
     return shown
 
 
-def table(
-    rows: Sequence[Row],
-    lines: Sequence[str] | Sequence[list[Row]],
-    columns: Mapping[str, str | Cell],
-    command: str,
-    *conditions: str,
-) -> str:
-    """Return a table in Markdown, and below it the conditions and the command of its rows.
+def table(lines: Sequence[list[Row]], columns: Columns) -> str:
+    """Return a table in Markdown, and below it the hardware and the versions of peers.
 
     Args:
-        rows: the rows of results.
-        lines: the rows of each line, or the columns whose values are the same in a line.
+        lines: the rows of each line.
         columns: title, and the format of a line's first row or the function that returns the cell.
-        command: the command that measures the rows, without "python recipes/".
-        *conditions: what else holds for all rows.
     """
-    by = [name for name in lines if isinstance(name, str)]
     shown = [list(columns), ["---"] + ["---:"] * (len(columns) - 1)]
-    for line in groups(rows, *by) if by else lines:
-        forms = columns.values()
-        shown.append([form.format_map(line[0]) if isinstance(form, str) else form(line) for form in forms])  # type: ignore[arg-type]
+    for line in lines:
+        shown.append([x.format_map(line[0]) if isinstance(x, str) else x(line) for x in columns.values()])
     text = "\n".join(f"| {' | '.join(line)} |" for line in shown)
-    return f"\n\n{text}\n\n{measured(rows, command, *conditions)}\n\n"
+    packages = dict.fromkeys(row["version"] for line in lines for row in line if row.get("version"))
+    return f"\n\n{text}\n\n*{', '.join([machine_of(lines[0][0]), *packages])}*\n\n"
 
 
-def measured(rows: Sequence[Row], command: str, *more: str) -> str:
-    """Return one line of conditions: hardware, what else holds, versions of peers, and the command that measures it."""
-    first = rows[0]
-    gpus, launch = int(first.get("gpus", 1)), "python"
-    machine = "Two cores" if first["gpu"] == "cpu" else f"One {first['gpu'].replace(' HBM3', '')}, bfloat16"
-    if gpus > 1:
-        machine = f"{machine.replace('One', str(gpus))}, NCCL on one host"
-        launch = "accelerate launch --config_file recipes/configs/accelerate_fsdp2_cp.yaml"
-        if command.startswith("benchmarks/parallel.py") and "--task dpo" not in command:
-            launch = f"torchrun --nproc-per-node {gpus}"
-    if "processor" in first:
-        machine = f"{first['cores']} cores ({first['processor']}), Python {first['python']}"
-    packages = dict.fromkeys(row["version"] for row in rows if row.get("version"))
-    return f"*{', '.join([machine, *more, *packages])}:* `{launch} recipes/{command}`"
+def machine_of(row: Row) -> str:
+    """Return what a row was measured on."""
+    if "processor" in row:
+        return f"{row['cores']} cores ({row['processor']}), Python {row['python']}"
+    if row["gpu"] == "cpu":
+        return "Two cores"
+    count, name = int(row.get("gpus", 1)), f"{row['gpu'].replace(' HBM3', '')}, bfloat16"
+    return f"One {name}" if count == 1 else f"{count} {name}, NCCL on one host"
 
 
 # ----- numbers
@@ -207,9 +189,7 @@ def peers() -> str:
     names = _there(rows, ("flashmask", *PEERS))
     both = partial(cell, "{forward_tflops:.0f}/{backward_tflops:.0f}", "not run")
     columns = {"mask": lambda rows: name_of(rows[0]["mask"])} | {name_of(name): both(provider=name) for name in names}
-    shape = "TFLOP/s of forward/backward, {batch} rows of 8,192 tokens, {heads} heads of 128".format_map(rows[0])
-    command = f"{ATTENTION} --dims 128 --lengths 8192 --providers {' '.join(names)}"
-    return table(rows, ["mask"], columns, command, shape)
+    return table(groups(rows, "mask"), columns)
 
 
 def peers_widths() -> str:
@@ -224,9 +204,7 @@ def peers_widths() -> str:
 
     lines = sorted(groups(rows, "head_dim", "v_head_dim"), key=lambda rows: -int(rows[0]["head_dim"]))
     columns = {"head_dim": _width} | {name_of(name): partial(ratio, name) for name in names}
-    dims = " ".join(map(_width, lines))
-    command = f"{ATTENTION} --dims {dims} --lengths 8192 --providers flashmask {' '.join(names)}"
-    return table(rows, lines, columns, command, "speed over each peer (median of the masks), both passes")
+    return table(lines, columns)
 
 
 def _of_best(flash_attention: bool, rows: list[Row]) -> str:
@@ -240,7 +218,7 @@ def _of_best(flash_attention: bool, rows: list[Row]) -> str:
     return spread(found)
 
 
-def peers_shapes(name: str, lengths: Sequence[str], shape: str, flags: str) -> str:
+def peers_shapes(name: str, *lengths: str) -> str:
     """Speed of flashmask over the fastest peer by shape and size of heads, both passes."""
     rows = [row for row in read(name) if row["length"] in lengths and row["head_dim"] in WIDTHS]
     columns: Columns = {
@@ -250,9 +228,7 @@ def peers_shapes(name: str, lengths: Sequence[str], shape: str, flags: str) -> s
         "other masks": partial(_of_best, False),
     }
     lines = sorted(groups(rows, "batch", "length", "head_dim"), key=lambda rows: -int(rows[0]["head_dim"]))
-    names = " ".join(_there(rows, ("flashmask", *PEERS)))
-    command = f"{ATTENTION} --lengths {' '.join(lengths)}{flags} --providers {names}"
-    return table(rows, lines, columns, command, f"speed over the fastest peer per mask (median), {shape}")
+    return table(lines, columns)
 
 
 def deterministic() -> str:
@@ -266,9 +242,7 @@ def deterministic() -> str:
         "backward": ratio(hidden="False"),
         "with two hidden intervals": ratio(hidden="True"),
     }
-    command = f"{ATTENTION} --providers flashmask flashmask_deterministic --dims DIMS --group GROUP --masks MASKS"
-    shape = "time of the backward relative to sums in any order (median of the masks), 65,536 tokens"
-    return table(rows, ["head_dim", "v_head_dim", "length", "heads", "kv_heads"], columns, command, shape)
+    return table(groups(rows, "head_dim", "v_head_dim", "length", "heads", "kv_heads"), columns)
 
 
 RAGGED = {
@@ -288,8 +262,7 @@ def ragged() -> str:
     columns["cases"] = lambda rows: str(len(groups(rows, "case")))
     names = _there(rows, ("flashmask", "flashmask_triton", "fa4", "cudnn_flex", "cudnn"))
     columns |= {name_of(name): _ratio("both_ms", "flex_attention", name, "case") for name in names}
-    shape = "speed over FlexAttention (Triton), both passes on the GPU (median of the cases)"
-    return table(rows, ["group"], columns, f"{ATTENTION} ragged", shape)
+    return table(groups(rows, "group"), columns)
 
 
 def sparse() -> str:
@@ -300,13 +273,11 @@ def sparse() -> str:
         peer = number(rows, "both_ms", provider="sdpa", length=length)
         return f"{peer / number(own, 'both_ms', length=length):.1f}x"
 
-    columns = {"": lambda rows: name_of(rows[0]["provider"]).replace("flashmask", "causal flashmask")}
+    columns: Columns = {"": lambda rows: name_of(rows[0]["provider"]).replace("flashmask", "causal flashmask")}
     lengths = ("2048", "8192", "16384", "32768")
     columns |= {f"{int(length):,} tokens": partial(faster, length) for length in lengths}
     lines = [select(rows, provider=name) for name in ("hash_16", "drop_30", "drop_50", "flashmask")]
-    shape = "against causal SDPA (FlashAttention-2), forward and backward with all sorting and gathering, {batch} "
-    shape += "rows, {heads} heads of 64, random buckets and drops"
-    return table(rows, lines, columns, f"{ATTENTION} sparse", shape.format_map(rows[0]))
+    return table(lines, columns)
 
 
 def dropout() -> str:
@@ -320,8 +291,7 @@ def dropout() -> str:
         drops = "flashmask_dropout" if name == "flashmask_triton" else f"{name}_dropout"
         if name != "flashmask":
             columns[f"{title}, dropout"] = cell("{forward_ms:.2f}/{backward_ms:.2f}", "", provider=drops)
-    shape = "ms of forward/backward, 65,536 tokens, 4,096 numbers per token, dropout 0.1"
-    return table(rows, ["mask", "length", "head_dim"], columns, f"{ATTENTION} dropout", shape)
+    return table(groups(rows, "mask", "length", "head_dim"), columns)
 
 
 def drafts() -> str:
@@ -340,9 +310,7 @@ def drafts() -> str:
         return f"{float(other) / float(ours):.2f}x" if ours and other else "-"
 
     columns["gain"] = faster
-    shape = "ms / GiB of a layer's forward and backward, masks made in each step, 32 query heads, 8 key-value heads, "
-    shown = table(rows, ["task", "length"], columns, "benchmarks/drafts.py", f"{shape}head dim 128, four documents")
-    return f"{shown}![Speed of drafters' layers over FlexAttention](assets/drafts.svg)\n\n"
+    return table(groups(rows, "task", "length"), columns)
 
 
 def decoding() -> str:
@@ -353,8 +321,7 @@ def decoding() -> str:
         for batch in dict.fromkeys(row["batch"] for row in rows):
             columns[f"{kind}, batch {batch}"] = _ratio(column, "flashmask", "sdpa_dense", "case", batch=batch)
     lines = sorted(groups(rows, "length", "kv_heads"), key=lambda line: int(line[0]["length"]))
-    shape = "time relative to SDPA with the mask, left-padded sequences, heads of 128"
-    return table(rows, lines, columns, f"{ATTENTION} decode", shape)
+    return table(lines, columns)
 
 
 def short() -> str:
@@ -369,8 +336,7 @@ def short() -> str:
     for kind, column in (("host", "host_us"), ("CUDA graph", "graph_us")):
         columns |= {f"{kind}, {passes}": partial(ratio, column, passes) for passes in ("forward", "both")}
     lines = [select(rows, provider=name) for name in ("flashmask", "flashmask_triton")]
-    shape = "time relative to SDPA with a dense mask (median), 1 or 8 rows of 128 to 1,024 tokens, 32 heads of 64 and "
-    return table(rows, lines, columns, f"{ATTENTION} short", f"{shape}128")
+    return table(lines, columns)
 
 
 def masks_made() -> str:
@@ -391,14 +357,10 @@ def masks_made() -> str:
     made = {"flashmask": "plan, with the host", "flex_attention": "FlexAttention's mask", "cudnn_flex": "cuDNN's plan"}
     columns: Columns = {"tokens": "{length:,.0f}", "plan, on the GPU": graph}
     columns |= {made[name]: partial(host, name) for name in _there(rows, list(made))}
-    shape = "12 masks, once per batch, for all layers and passes"
-    return table(plans, groups(rows, "length"), columns, f"{ATTENTION} plan", shape)
+    return table(groups(rows, "length"), columns)
 
 
 # ----- training
-
-
-WORK = "documents of random length, gradient checkpointing, TRL's head, AdamW, random weights"
 
 
 def _model(line: list[Row]) -> str:
@@ -433,7 +395,7 @@ def fast_settings() -> str:
     lines = _lines(read_all("settings_*"), "shape", "task", "length")
     lines.sort(key=lambda line: (line[0]["shape"], line[0]["task"], int(line[0]["length"])))
     columns = {"model": _model, "tokens per row": "{length:,.0f}", **_beside("fastest other way, tokens/s")}
-    return table(lines[0], lines, columns, f"{TRAINING} settings --lengths LENGTHS --shapes SHAPE", WORK)
+    return table(lines, columns)
 
 
 def settings() -> str:
@@ -446,8 +408,7 @@ def settings() -> str:
     columns |= {words: figures(setting=name) for name, words in SETTINGS.items() if select(rows, setting=name)}
     columns["first compiled step"] = cell("{first_step_seconds:.0f} s", setting="compiled")
     lines = sorted(groups(rows, "shape", "length"), key=lambda line: (line[0]["shape"], int(line[0]["length"])))
-    command = f"{TRAINING} settings --implementations flashmask --lengths LENGTHS --shapes SHAPE"
-    return table(rows, lines, columns, command, f"tokens/s / peak GiB, {WORK}")
+    return table(lines, columns)
 
 
 def alignment() -> str:
@@ -455,9 +416,7 @@ def alignment() -> str:
     lines = _lines(read_all("alignment_*"), "task", "length")
     columns: Columns = {"task": lambda line: TASKS[line[0]["task"]], "tokens per row": "{length:,.0f}"}
     columns |= _beside("fastest of stock TRL, tokens/s")
-    shape = f"{SHAPE}, 2 answers and a reference model (DPO), 6 answers (reward), answers of 10% to 20% of their "
-    command = f"{TRAINING} --shapes llama-3.2-1b --tasks TASK --lengths LENGTHS --implementations NAMES"
-    return table(lines[0], lines, columns, command, f"{shape}question, tokens counted once per row")
+    return table(lines, columns)
 
 
 def preference() -> str:
@@ -466,8 +425,7 @@ def preference() -> str:
     columns: Columns = {"shape": _model, "trainer": lambda line: TASKS[line[0]["task"]]}
     columns |= {"tokens per batch": "{length:,.0f}"} | _beside("fastest without sharing, tokens/s")
     columns["hook per step"] = cell("{hook_milliseconds:.1f} ms", implementation="flashmask")
-    shape = "prompts of 1,024 tokens, 2 answers (ORPO), 4 answers and a reference model (KTO), prompts counted once, "
-    return table(lines[0], lines, columns, f"{TRAINING} preference", f"{shape}AdamW, random weights")
+    return table(lines, columns)
 
 
 def trajectories() -> str:
@@ -482,10 +440,7 @@ def trajectories() -> str:
     titles = {"flashmask": "prefixes shared", "trl_flashmask": "not shared", "flash_attention_4": "FlashAttention-4"}
     figures = "{examples_per_second:.2f} / {peak_gib:.1f}"
     columns |= {title: cell(figures, implementation=name) for name, title in titles.items()} | {"gain": gained}
-    what = (
-        "examples/s / peak GiB, 10 to 40 steps with tools of 1,500 to 3,500 tokens, earlier thinking dropped, packed, "
-    )
-    return table(lines[0], lines, columns, f"{TRAINING} trajectories", f"{what}AdamW, random weights")
+    return table(lines, columns)
 
 
 def row_lengths() -> str:
@@ -508,8 +463,7 @@ def row_lengths() -> str:
     names = dict.fromkeys(row["implementation"] for row in trained(rows))
     columns |= {name_of(name): partial(at_common, name) for name in names}
     columns["longest of flashmask"] = longest
-    shape = "tokens/s / peak GiB of the longest row that all ran, lengths double from 4,096, random weights"
-    return table(rows, ["shape", "task"], columns, f"{TRAINING} --shapes SHAPE", shape)
+    return table(groups(rows, "shape", "task"), columns)
 
 
 def _ways(lines: Sequence[list[Row]], ways: Mapping[str, str], digits: int = 0) -> Columns:
@@ -530,9 +484,7 @@ def images() -> str:
     columns: Columns = {"model": "{shape}", "tokens per row": "{length:,.0f}"}
     columns["in images"] = lambda line: share_of(line[0])
     columns["images/s, packed"] = cell("{images_per_second:.1f}", implementation="flashmask")
-    shape = "tokens/s / peak GiB, all weights, random; padded: batches of 8 conversations, turns of 32 to 4,096 tokens"
-    shown = table(lines[0], lines, columns | _ways(lines, IMAGE_WAYS), f"{TRAINING} images", shape)
-    return f"{shown}![Speed of packed rows with images over the fastest way of stock TRL](assets/images.svg)\n\n"
+    return table(lines, columns | _ways(lines, IMAGE_WAYS))
 
 
 def embeddings() -> str:
@@ -541,20 +493,14 @@ def embeddings() -> str:
     columns: Columns = {"model": "{shape}"}
     columns["batch"] = lambda line: f"{line[0]['size']}, {EMBEDDING_CASES[line[0]['case']]}"
     columns |= {"tokens": "{tokens:,.0f}", "padding": "{padding:.0%}"} | _ways(lines, EMBEDDING_WAYS, 1)
-    shape = "real tokens/s / peak GiB, random weights; rerankers: a query of 512 tokens with 16 documents of 256"
-    shown = table(lines[0], lines, columns, "benchmarks/embeddings.py", shape)
-    return f"{shown}![Speed of rows without padding over the fastest padded way](assets/embeddings.svg)\n\n"
+    return table(lines, columns)
 
 
 def diffusion() -> str:
     """Block diffusion beside dllm and FlexAttention, and its chart."""
     lines = groups(read_all("diffusion_*"), "shape", "length")
     columns: Columns = {"model": "{shape}", "trained": "{trained}", "tokens of documents": "{length:,.0f}"}
-    shape = (
-        "tokens/s / peak GiB, random weights, documents of 1,024 tokens on average, blocks of 32, padded batches of "
-    )
-    shown = table(lines[0], lines, columns | _ways(lines, DIFFUSION_WAYS), f"{TRAINING} diffusion", f"{shape}8")
-    return f"\n\n## What it gains\n{shown}![Speed of block diffusion over dllm's way](assets/diffusion.svg)\n\n"
+    return table(lines, columns | _ways(lines, DIFFUSION_WAYS))
 
 
 def profile() -> str:
@@ -581,9 +527,7 @@ def profile() -> str:
 
     columns: Columns = {"": "{kind}"}
     columns |= {title(case[0]): partial(shares, case) for case in cases}
-    lines = [[{"kind": kind}] for kind in ("a step", *shown)]
-    work = "kernels, copies and fills of the GPU, which is idle for the rest, rows of 1 to 10 documents, random weights"
-    return table(rows, lines, columns, "benchmarks/step_profile.py --shape SHAPE", work)
+    return table([[rows[0] | {"kind": kind}] for kind in ("a step", *shown)], columns)
 
 
 def long_rows(name: str) -> str:
@@ -600,12 +544,10 @@ def long_rows(name: str) -> str:
         "on the host": lambda rows: "{host_gib:.0f} GiB".format_map(rows[0]) if float(rows[0]["host_gib"]) else "-",
         "attention": "{attention}",
     }
-    shape = "half of a host with 256 GiB, adapters of rank 16 on all linear layers without dropout, or all weights in "
-    command = "benchmarks/long_rows.py --shape SHAPE --tokens TOKENS"
-    return table(rows, [[row] for row in rows], columns, command, f"{shape}float32, random weights")
+    return table([[row] for row in rows], columns)
 
 
-def parallel(name: str, units: str, shape: str, flags: str = "") -> str:
+def parallel(name: str, units: str) -> str:
     """Rows split over two GPUs by a file: tokens per second by exchange, its share of a step, and memory, if any."""
     rows = read_all(name)
     if not rows:
@@ -617,7 +559,7 @@ def parallel(name: str, units: str, shape: str, flags: str = "") -> str:
 
     columns: Columns = {
         "shape of Llama": lambda rows: size_of(rows[0]),
-        f"tokens per {units.removesuffix('s') if flags else 'row'}": "{tokens:,.0f}",
+        f"tokens per {units.removesuffix('s') if units == 'questions' else 'row'}": "{tokens:,.0f}",
         units: "{documents}",
     }
     rate, ran = partial(cell, f"{{{RATE}:,.0f}}"), {row["provider"] for row in rows}
@@ -625,9 +567,7 @@ def parallel(name: str, units: str, shape: str, flags: str = "") -> str:
     columns |= {f"{name_of(way)}, tokens/s": rate(provider=way) for way in ways}
     columns["share of the exchange in a step, heads and keys"] = shares
     columns["peak of a GPU"] = cell("{peak_gib:.0f} GiB", provider="heads")
-    command = f"benchmarks/parallel.py{flags} --shape SHAPE --tokens TOKENS --documents DOCUMENTS"
-    conditions = f"forward and backward of {shape}, FSDP2, gradient checkpointing"
-    return table(rows, ["shape", "tokens", "documents"], columns, command, conditions)
+    return table(groups(rows, "shape", "tokens", "documents"), columns)
 
 
 CURVES = {"flashmask_again": "again", "flashmask_unskipped": "no tile skipped", "sdpa": "SDPA, dense", "trl": "TRL"}
@@ -650,9 +590,7 @@ def convergence() -> str:
 
     columns: Columns = {"task": "{task}", "loss": losses}
     columns |= {title: partial(off, name) for name, title in CURVES.items()}
-    runs = f"{count} steps, {len({row['seed'] for row in rows})} seeds"
-    shape = f"a tiny Llama in float32, {runs}; the largest difference of a loss in the first {EARLY} steps / in all"
-    return table(rows, ["task"], columns, "benchmarks/convergence.py", shape)
+    return table(groups(rows, "task"), columns)
 
 
 def packing() -> str:
@@ -665,12 +603,10 @@ def packing() -> str:
         "peak memory": "{peak_mib:.0f} MiB",
         "full": "{efficiency:.2%}",
     }
-    size = int(rows[0]["examples"]) * int(rows[0]["tokens_per_example"])
-    shape = f"{size / 1e6:.0f} million tokens in {int(rows[0]['examples']):,} documents, rows of "
-    return table(rows, ["packer"], columns, "benchmarks/packing.py", f"{shape}{int(rows[0]['row_length']):,}")
+    return table(groups(rows, "packer"), columns)
 
 
-def grpo(models: Mapping[str, str], peer: str, content: str = "") -> str:
+def grpo(models: Mapping[str, str], peer: str) -> str:
     """Updates of GRPO beside the fastest padded one: of the models named, in the cases that the peer has run."""
     by = ("model", "prompt", "completion", "groups", "generations")
     lines = _lines([row for row in read_all("grpo_*") if row["model"] in models], *by, peer=f"padded_{peer}")
@@ -680,17 +616,13 @@ def grpo(models: Mapping[str, str], peer: str, content: str = "") -> str:
         "micro-batch": "{groups} x {generations}",
     }
     columns |= _beside("fastest padded, tokens/s")
-    command = "benchmarks/reinforcement.py --models MODEL --cases P:C --groups GROUPS --generations G"
-    shape = f"an update beside TRL's trainer on the padded batch{content}, micro-batches of groups x completions of a "
-    shape += "group, completions of half to all of C tokens, checkpointing, random weights"
-    return table(lines[0], lines, columns, command, shape)
+    return table(lines, columns)
 
 
 def first_step() -> str:
     """A new user's way to the first training step."""
     columns: Columns = {"`git clone`, `make demo`, then": "{stage}", "after": "{seconds:.0f} s"}
-    command, conditions = "benchmarks/first.py step", "packages from a mirror nearby"
-    return table(read("first_step_cpu"), ["stage"], columns, command, conditions)
+    return table(groups(read("first_step_cpu"), "stage"), columns)
 
 
 def sparse_training() -> str:
@@ -705,9 +637,7 @@ def sparse_training() -> str:
         "gain": cell("{against_sdpa:.2f}x", variant="hash_16"),
         f"held-out loss after {steps} steps, SDPA / hash": lambda rows: f"{full(rows)} / {ours(rows)}",
     }
-    command = f"sparse.py --variants sdpa hash_16 --length 8192 --batch 4 --steps {steps} --held-out 8 --compile"
-    shape = "a Llama of 12 layers, 768 wide, 12 heads of 64, on bytes of source code, 32,768 per step, CUDA graphs"
-    return table(rows, ["length"], columns, command, shape)
+    return table(groups(rows, "length"), columns)
 
 
 def gallery() -> str:
@@ -720,29 +650,23 @@ def gallery() -> str:
     return "\n\n" + "\n".join([*parts, "</div>"]) + "\n\n"
 
 
-LONG = "65,536 tokens in all, or one row, medians of 5 turns, or 3 with 131,072"
-TURNS, GROUPED = "medians of 5 turns, or 3 with 131,072", ("8192", "32768", "131072")
 PLAIN = (peers, peers_widths, deterministic, ragged, sparse, dropout, drafts, decoding, short, masks_made,
          fast_settings, settings, alignment, preference, trajectories, row_lengths, images, embeddings, profile,
          convergence, packing, first_step, sparse_training, gallery, long_length,
          diffusion, versions)  # fmt: skip
 TEXTS: dict[str, Callable[[], str]] = {function.__name__.replace("_", "-"): function for function in PLAIN} | {
-    "peers-long": partial(peers_shapes, "attention_peers_h200", ("32768", "131072"), LONG, ""),
-    "peers-grouped": partial(peers_shapes, "attention_peers_gqa_h100", GROUPED, TURNS, " --tokens TOKENS --group 4"),
+    "peers-long": partial(peers_shapes, "attention_peers_h200", "32768", "131072"),
+    "peers-grouped": partial(peers_shapes, "attention_peers_gqa_h100", "8192", "32768", "131072"),
     "long-rows": partial(long_rows, "long_rows_h200"),
     "long-rows-h100": partial(long_rows, "long_rows_h100"),
     "long-rows-two": partial(long_rows, "long_rows_two_h200"),
-    "parallel": partial(parallel, "parallel_h200", "documents", "all weights"),
-    "parallel-dpo": partial(
-        parallel, "parallel_dpo_h200", "questions", "adapters of rank 16 and forward of the reference", " --task dpo"
-    ),
+    "parallel": partial(parallel, "parallel_h200", "documents"),
+    "parallel-dpo": partial(parallel, "parallel_dpo_h200", "questions"),
     "dpo-gain": partial(headline, "DPO"),
     "reward-gain": partial(headline, "reward model"),
     "grpo-gain": partial(headline, "GRPO"),
     "grpo": partial(grpo, {"llama-3.2-1b": "1B"}, "flash_attention_4"),
-    "grpo-images": partial(
-        grpo, {name: name for name in ("qwen2.5-vl-3b", "gemma-3-4b")}, "sdpa", ", prompts of images for the most part"
-    ),
+    "grpo-images": partial(grpo, {name: name for name in ("qwen2.5-vl-3b", "gemma-3-4b")}, "sdpa"),
     "flex": partial(speed, "flashmask"),
     "flex-portable": partial(speed, "flashmask_triton"),
     "first-call": partial(first_call, "empty"),

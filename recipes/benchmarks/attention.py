@@ -71,6 +71,7 @@ PASSES = {
     "mask_mib": 2,
 }  # columns and their digits
 CALL = ("passes", "eager_us", "host_us", "graph_us")
+DIMS: Any = [(64, 64), (128, 128)]  # head_dim of queries and of values
 
 torch._functorch.config.donated_buffer = False  # to time one compiled backward many times
 
@@ -195,7 +196,7 @@ def cached_keys(batch: int, length: int) -> FlashMask:
 
 
 def _shapes(a: argparse.Namespace) -> Iterator[Shape]:
-    for dims in a.dims or [(64, 64), (128, 128)]:
+    for dims in a.dims or DIMS:
         for length in a.lengths:
             kv_heads = max(1, round(a.hidden / dims[0] / a.group))
             yield Shape(max(1, a.tokens // length), kv_heads * a.group, kv_heads, length, *dims)
@@ -254,7 +255,7 @@ def _ragged(a: argparse.Namespace) -> Iterator[Work]:
 
 
 def _short(a: argparse.Namespace) -> Iterator[Work]:
-    for dims, batch, length in product(a.dims or [(64, 64), (128, 128)], a.batches or [1, 8], a.lengths):
+    for dims, batch, length in product(a.dims or DIMS, a.batches or [1, 8], a.lengths):
         mask = partial(masks.causal_document, equal_heads(length, minimum=length // 8))
         yield Work(f"{batch} x {length}", "causal_document", mask, Shape(batch, 32, 32, length, *dims))
 
