@@ -8,6 +8,7 @@ import pytest
 import torch
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
+from tools.model_pairs import BOUND
 from tools.rewards import (
     CLOSE,
     OURS,
@@ -26,6 +27,7 @@ from tools.support import covering
 from tools.tiny import (
     CHECKPOINTING,
     EXACT,
+    FLOAT32,
     TRAINER_WARNINGS,
     assert_same_gradients,
     assert_same_step,
@@ -234,14 +236,14 @@ def test_training_follows_stock_trl(lora, model_path, tokenizer, tmp_path):
     assert losses[-1]["loss"] < losses[0]["loss"] / 2
     for one, other in zip(losses, expected, strict=True):
         assert one.keys() == other.keys() | {*OURS}
-        assert {key: one[key] for key in other} == pytest.approx(other, rel=1e-6, abs=1e-6)
+        assert {key: one[key] for key in other} == pytest.approx(other, rel=FLOAT32, abs=FLOAT32)
         assert one["accuracy_of_2_answers"] == pytest.approx(one["accuracy"])  # of the same two batches
     fresh = Dataset.from_list(preference_rows(3, seed=4))
     for dataset in (None, fresh):
         one, other = ours.evaluate(dataset), stock.evaluate(dataset)
         for name, value in other.items():
             if "runtime" not in name and "per_second" not in name:
-                assert one[name] == pytest.approx(value, rel=1e-6, abs=1e-6), name
+                assert one[name] == pytest.approx(value, rel=FLOAT32, abs=FLOAT32), name
 
 
 def test_the_last_step_of_an_epoch_logs_all_of_its_batches(model_path, tokenizer, tmp_path):
@@ -252,7 +254,7 @@ def test_the_last_step_of_an_epoch_logs_all_of_its_batches(model_path, tokenizer
         for c in (MultiAnswerRewardTrainer, RewardTrainer)
     )
     for one, other in zip(losses_of(ours), losses_of(stock), strict=True):
-        assert {key: one[key] for key in other} == pytest.approx(other, rel=1e-6, abs=1e-6)
+        assert {key: one[key] for key in other} == pytest.approx(other, rel=FLOAT32, abs=FLOAT32)
     ours.state.save_to_json(str(tmp_path / "state.json"))  # takes no tensors
 
 
@@ -299,7 +301,7 @@ def test_evaluation_is_exact_over_all_batches(model_path, tokenizer, tmp_path):
     computed = sum(len(e["prompt_ids"]) + sum(map(len, e["answers_ids"])) for e in data)
     unshared = sum(len(e["prompt_ids"]) + len(answer) for e in data for answer in e["answers_ids"])
     assert metrics["eval_shared_tokens_saved"] == pytest.approx(1 - computed / unshared)
-    assert metrics["eval_loss"] == pytest.approx(np.mean(losses), rel=1e-5)
+    assert metrics["eval_loss"] == pytest.approx(np.mean(losses), rel=FLOAT32)
     assert metrics["eval_best_first"] == 0.5
     assert metrics["eval_num_tokens"] == 0  # of training
 
@@ -307,7 +309,7 @@ def test_evaluation_is_exact_over_all_batches(model_path, tokenizer, tmp_path):
     predicted = trainer.predict(trainer.eval_dataset).predictions
     np.testing.assert_array_equal(predicted, seen["predictions"])
     for row, labels, own, example in zip(predicted, seen["scores"], rewards, data, strict=True):
-        np.testing.assert_allclose(row[: len(own)], own, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(row[: len(own)], own, rtol=EXACT, atol=EXACT)
         np.testing.assert_allclose(labels[: len(own)], example["scores"])
         assert (row[len(own) :] == -100).all()
         assert (labels[len(own) :] == -100).all()
@@ -344,10 +346,10 @@ def test_a_streamed_dataset_trains_and_evaluates(model_path, tokenizer, tmp_path
         train_sampling_strategy="sequential",
     )  # fmt: skip
     assert not streamed.args.accelerator_config.dispatch_batches
-    assert [e["loss"] for e in losses_of(streamed)] == pytest.approx([e["loss"] for e in losses_of(whole)], rel=1e-5)
+    assert [e["loss"] for e in losses_of(streamed)] == pytest.approx([e["loss"] for e in losses_of(whole)], rel=FLOAT32)
     found, expected = streamed.evaluate(), whole.evaluate(Dataset.from_list(preference_rows()))
     assert found["eval_accuracy_of_2_answers"] > 0
-    assert found["eval_held_out_loss"] == pytest.approx(expected["eval_loss"], rel=1e-5)  # of batches of 3, 3 and 2
+    assert found["eval_held_out_loss"] == pytest.approx(expected["eval_loss"], rel=FLOAT32)  # of batches of 3, 3 and 2
 
 
 def test_losses_and_rewards_of_a_sixteen_bit_model_are_float32(model_path, tokenizer, tmp_path, monkeypatch):
@@ -385,7 +387,7 @@ def test_arguments_may_be_passed_in_several_ways(given, model_path, tokenizer, t
     dtype, bound = torch.float64, EXACT
     if given.startswith("name"):  # TRL loads no float64 by name
         monkeypatch.undo()
-        dtype, bound = torch.float32, 1e-5
+        dtype, bound = torch.float32, BOUND
     ours, stock = (load(model_path, attention, dtype) for attention in ("flashmask", "eager"))
     dataset = Dataset.from_list(preference_rows())
     args = settings(tmp_path)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from tools.rewards import CLOSE, DEFINITIONS, defined_centering, load, make, pairs_of, scored, separate_rewards
-from tools.tiny import EXACT, TRAINER_WARNINGS, assert_same_gradients, gradients_of, one_step
+from tools.tiny import EXACT, FLOAT32, TRAINER_WARNINGS, assert_same_gradients, gradients_of, one_step
 
 from flashmask_hf.trainers import MultiAnswerRewardTrainer
 from flashmask_hf.trainers.reward_losses import pairwise_loss, plackett_luce_loss
@@ -95,5 +95,5 @@ def test_different_numbers_of_answers_equal_separate_forwards(loss_type, option,
             "shared_tokens_saved": 1 - computed / tokens,
         },
         rel=EXACT,
-        abs=1e-7,  # accuracies are float32
+        abs=FLOAT32,  # accuracies are float32
     )

@@ -13,6 +13,7 @@ from peft import LoraConfig
 from tools import model_zoo
 from tools.tiny import (
     CHECKPOINTING,
+    FLOAT32,
     TRAINER_WARNINGS,
     VOCAB,
     assert_same_gradients,
@@ -28,10 +29,6 @@ from flashmask_hf.names import IGNORED
 from flashmask_hf.trainers import PackedSFTTrainer, sft_data
 
 pytestmark = [*TRAINER_WARNINGS, pytest.mark.usefixtures("float64")]
-
-FLOAT32 = 16 * torch.finfo(torch.float32).eps
-"""Largest relative error of means that trainers take in float32, over up to 20 batches."""
-
 
 SIZES: Any = {"initializer_range": 0.2, "max_position_embeddings": 256}
 CONFIGS = {

@@ -13,6 +13,7 @@ from peft import LoraConfig
 from tools.documents import documents
 from tools.tiny import (
     CHECKPOINTING,
+    FLOAT32,
     TRAINER_WARNINGS,
     VOCAB,
     assert_same_gradients,
@@ -29,10 +30,11 @@ from flashmask_hf.trainers import PackedSFTTrainer, weighing
 pytestmark = [*TRAINER_WARNINGS, pytest.mark.usefixtures("float64")]
 
 DOCUMENTS = documents([9, 4, 15, 2, 12, 7, 5, 11, 3, 8, 6, 13, 10])
-BOUND = 8 * torch.finfo(torch.float32).eps
-"""Largest relative error of a step in float64, whose weights, their sum and their quotients are float32."""
-LOSS: dict[str, Any] = {"rel": BOUND, "abs": 5 * BOUND}
-"""Errors of its loss: labels have a loss of 5, which weights of both signs cancel."""
+LOSS: dict[str, Any] = {"rel": FLOAT32, "abs": 5 * FLOAT32}
+"""Errors of the loss, whose weights, their sum and their quotients are float32.
+
+Labels have a loss of 5, which weights of both signs cancel.
+"""
 
 
 def model_of(attention: str) -> Any:
@@ -124,7 +126,7 @@ def test_a_step_is_that_of_a_loop_over_examples(weights, counted, extra, batches
     log, gradient = step(trainer_of(PackedSFTTrainer, tmp_path, columns_of(weights), extra=extra, **batches))
     loss, expected = expected_of(counted)
     assert log["loss"] == pytest.approx(loss, **LOSS)
-    assert_same_gradients(gradient, expected, BOUND)
+    assert_same_gradients(gradient, expected, FLOAT32)
 
 
 @pytest.mark.parametrize("loss_mean", ["token", pytest.param("example", marks=pytest.mark.full)])
@@ -140,7 +142,7 @@ def test_examples_of_unlike_signs_share_prefixes(loss_mean, tmp_path):
     loss, expected = loop(model_of("eager"), data, rows)
     assert log["loss"] == pytest.approx(loss, **LOSS)
     assert log["shared_tokens_saved"] > 0.2
-    assert_same_gradients(gradient, expected, BOUND)
+    assert_same_gradients(gradient, expected, FLOAT32)
 
 
 def test_a_weight_is_a_number_of_equal_examples(tmp_path):
@@ -153,7 +155,7 @@ def test_a_weight_is_a_number_of_equal_examples(tmp_path):
     (log, gradient), (expected, expected_gradient) = step(weighed), step(stock)
     assert expected["mean_token_accuracy"] > 0
     for name in ("loss", "mean_token_accuracy", "entropy"):
-        assert log[name] == pytest.approx(expected[name], rel=BOUND)
+        assert log[name] == pytest.approx(expected[name], rel=FLOAT32)
     assert_same_gradients(gradient, expected_gradient)
 
 
@@ -177,7 +179,7 @@ def test_an_adapter_learns_weighed_labels_under_checkpointing(tmp_path):
     trainer.model.zero_grad()
     log, gradient = step(trainer)
     assert log["loss"] == pytest.approx(loss, **LOSS)
-    assert_same_gradients(gradient, expected, BOUND)
+    assert_same_gradients(gradient, expected, FLOAT32)
 
 
 def batch_of(**columns):
