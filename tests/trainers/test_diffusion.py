@@ -9,7 +9,16 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from tools.tiny import FUSED_HEAD, TRAINER_WARNINGS, llama_config, trainer_settings, word_tokenizer
+from tools.tiny import (
+    FLOAT32,
+    FUSED_HEAD,
+    TRAINER_WARNINGS,
+    assert_same_gradients,
+    gradients_of,
+    llama_config,
+    trainer_settings,
+    word_tokenizer,
+)
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, TrainingArguments
@@ -19,7 +28,7 @@ from flashmask_hf.collators import DataCollatorForBlockDiffusion, DataCollatorFo
 from flashmask_hf.names import VECTORS
 from flashmask_hf.trainers import PackedDiffusionTrainer
 
-pytestmark = [*TRAINER_WARNINGS, FUSED_HEAD]
+pytestmark = [*TRAINER_WARNINGS, FUSED_HEAD, pytest.mark.usefixtures("float64")]
 
 MASK = 63
 
@@ -42,7 +51,7 @@ def tiny_model(**changes: Any) -> Any:
 
 
 def model_of(config: Any) -> Any:
-    return AutoModelForCausalLM.from_config(config, attn_implementation="flashmask")
+    return AutoModelForCausalLM.from_config(config, attn_implementation="flashmask", dtype=torch.float64)
 
 
 def build(out: Any, collator: Any, model: Any = None, dataset: Any = None, **options: Any) -> PackedDiffusionTrainer:
@@ -90,11 +99,11 @@ def test_accumulated_batches_divide_by_all_labels(tmp_path: Any, collator: Any) 
         return compute(model, inputs, *args, **kwargs)
 
     trainer.compute_loss = record  # type: ignore[method-assign]
-    gradients: list[Tensor] = []
+    gradients: dict[str, Tensor] = {}
     trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.0)
     step = trainer.optimizer.step
     trainer.optimizer.step = lambda *a, **k: (  # type: ignore[method-assign]
-        gradients.extend(x.grad.clone() for x in trainer.model.parameters()), step(*a, **k),
+        gradients.update(gradients_of(trainer.model)), step(*a, **k),
     )[1]  # fmt: skip
     trainer.train()
     assert len(seen) == 4
@@ -103,9 +112,8 @@ def test_accumulated_batches_divide_by_all_labels(tmp_path: Any, collator: Any) 
     total, labels = reference_loss(model, seen)
     (total / labels).backward()
     logged = next(entry for entry in trainer.state.log_history if "loss" in entry)
-    assert math.isclose(logged["loss"], total.item() / labels, rel_tol=1e-5)
-    for x, gradient in zip(model.parameters(), gradients, strict=True):
-        torch.testing.assert_close(gradient, x.grad, rtol=1e-4, atol=1e-7)
+    assert logged["loss"] == pytest.approx(total.item() / labels, rel=FLOAT32)
+    assert_same_gradients(gradients, gradients_of(model))
 
 
 def test_evaluation_is_exact_and_has_the_same_noise_each_time(tmp_path: Any) -> None:
@@ -119,7 +127,7 @@ def test_evaluation_is_exact_and_has_the_same_noise_each_time(tmp_path: Any) -> 
     batches = list(trainer.get_eval_dataloader())
     with torch.no_grad():
         total, labels = reference_loss(trainer.model.eval(), batches)
-    assert math.isclose(first["eval_loss"], total.item() / labels, rel_tol=1e-5)
+    assert first["eval_loss"] == pytest.approx(total.item() / labels, rel=FLOAT32)
     assert trainer.data_collator.seed is None
     right = noised = 0
     for batch in batches:
@@ -127,7 +135,7 @@ def test_evaluation_is_exact_and_has_the_same_noise_each_time(tmp_path: Any) -> 
         likeliest = trainer.model(**{name: batch[name] for name in names}, use_cache=False).logits.argmax(-1)
         right += int((likeliest == batch["diffusion_labels"]).sum())
         noised += int((batch["diffusion_labels"] != -100).sum())
-    assert math.isclose(first["eval_mean_token_accuracy"], right / noised, rel_tol=1e-5)
+    assert first["eval_mean_token_accuracy"] == pytest.approx(right / noised, rel=FLOAT32)
     idle = trainer._idle_batch(batches[0])
     assert all((idle[name] == -100).all() for name in ("labels", "diffusion_labels"))
     assert first["eval_mask_sparsity"] == 0  # rows of one tile

@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from tools.support import record_passes, requires
-from tools.tiny import CHECKPOINTING, TRAINER_WARNINGS, llama_config, trainer_settings, word_tokenizer
+from tools.tiny import CHECKPOINTING, FLOAT32, TRAINER_WARNINGS, llama_config, trainer_settings, word_tokenizer
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from trl import SFTConfig
 
@@ -95,14 +95,15 @@ def test_training_is_the_same(tmp_path, settings, pretend_gpu):
     assert logs == [plain, plain]
 
 
+@pytest.mark.usefixtures("float64")
 def test_tiles_change_the_rounding_only(tmp_path):
-    plain = log_of(make_trainer(tmp_path, adapter=True))
-    trainer = make_trainer(tmp_path, adapter=True)
+    plain = log_of(make_trainer(tmp_path, adapter=True, dtype=torch.float64))
+    trainer = make_trainer(tmp_path, adapter=True, dtype=torch.float64)
     trainer.add_callback(LongRows(trainer, **BY_HAND))
     tiled = log_of(trainer)
     assert len(tiled) == len(plain) == 4
     for entry, want in zip(tiled, plain, strict=True):
-        assert entry == pytest.approx(want, rel=1e-4)
+        assert entry == pytest.approx(want, rel=FLOAT32)
 
 
 NEEDED = FIXED + WORKING * LENGTH

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import queue
@@ -18,7 +19,17 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, PromptTuningConfig
 from tools.support import assert_within_budget
-from tools.tiny import CHECKPOINTING, TRAINER_WARNINGS, VOCAB, llama_config, trainer_settings, word_tokenizer
+from tools.tiny import (
+    CHECKPOINTING,
+    EXACT,
+    TRAINER_WARNINGS,
+    VOCAB,
+    assert_same_gradients,
+    gradients_of,
+    llama_config,
+    trainer_settings,
+    word_tokenizer,
+)
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, MistralConfig, Qwen3MoeConfig
 
@@ -45,7 +56,7 @@ CONFIGS = {
     "gpt_oss": lambda: GptOssConfig(**SIZES, sliding_window=5, num_local_experts=4, **EXPERTS),
     "qwen3_moe": lambda: Qwen3MoeConfig(**SIZES, num_experts=4, moe_intermediate_size=16, **EXPERTS),
 }
-BOUND = {"rtol": 2e-5, "atol": 2e-5}
+BOUND = {"rtol": EXACT, "atol": EXACT}
 
 
 def rollouts(seed: int = 0, vocabulary: int = VOCAB, scale: int = 1) -> list[dict[str, Any]]:
@@ -96,6 +107,14 @@ def collate(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
 def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let TRL's trainer start without a GPU, whose name it asks for."""
     monkeypatch.setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda *_: None)
+
+
+@pytest.fixture
+def float64(float64: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let TRL's trainer add its metrics in float64, too."""
+    zeros = functools.partial(torch.zeros, dtype=torch.float64)
+    names = vars(torch) | {"float32": torch.float64, "zeros": zeros}
+    monkeypatch.setattr(async_grpo_trainer, "torch", types.SimpleNamespace(**names))
 
 
 class Worker:
@@ -165,15 +184,20 @@ def separate_loss(model: Any, samples: list[dict[str, Any]], auxiliary: Any = 0.
         old = torch.tensor(sample["old_log_probs"], dtype=torch.float32, device=model.device)[1:][trained]
         ratio = (logps[-1] - old).exp()
         clipped = ratio.clamp(1 - 0.2, 1 + 0.2)
-        terms.append(-torch.min(ratio * sample["advantage"], clipped * sample["advantage"]))
+        advantage = torch.tensor(sample["advantage"], dtype=torch.float32).item()  # TRL's batches have float32
+        terms.append(-torch.min(ratio * advantage, clipped * advantage))
     return torch.cat(terms).mean() + auxiliary, logps
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("family", CONFIGS)
 def test_log_probabilities_loss_and_gradients(family: str, tmp_path: Any) -> None:
-    path, samples = save(family, tmp_path), rollouts()
-    trainer = make(path, tmp_path, arguments={"router_aux_loss_coef": None if family == "llama" else 0.0})
-    eager = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=torch.float32)
+    path, samples = save(family, tmp_path, torch.float64), rollouts()
+    arguments = {"dtype": "auto", "router_aux_loss_coef": None if family == "llama" else 0.0}
+    trainer = make(path, tmp_path, arguments=arguments)
+    eager = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=torch.float64)
+    for model in (trainer.model, eager):
+        model.set_experts_implementation("eager")  # torch's grouped product takes no float64
     trainer.current_gradient_accumulation_steps = 1
     heads: list[Tensor] = []
     trainer.model.register_forward_hook(lambda _, __, output: heads.append(output.log_probs))
@@ -183,9 +207,7 @@ def test_log_probabilities_loss_and_gradients(family: str, tmp_path: Any) -> Non
     torch.testing.assert_close(heads[0].flatten()[batch["token_index"][0]], torch.cat(logps), **BOUND)
     torch.testing.assert_close(loss, want, **BOUND)
     loss.backward(), want.backward()
-    for (name, ours), (_, theirs) in zip(trainer.model.named_parameters(), eager.named_parameters(), strict=True):
-        scale = max(float(theirs.grad.abs().max()), 1e-3)
-        torch.testing.assert_close(ours.grad / scale, theirs.grad / scale, msg=name, **BOUND)
+    assert_same_gradients(gradients_of(trainer.model), gradients_of(eager))
 
 
 @pytest.mark.gpu
@@ -222,14 +244,15 @@ def check_bfloat16(family: str, device: str, folder: Any) -> None:
         assert error <= 2 * allowed + 2**-8 * best.grad.norm(), name
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize(("family", "compiled"), [("mistral", False), ("llama", True)], ids=["eager", "compiled"])
 def test_rows_of_two_processes(family: str, compiled: bool, tmp_path: Any) -> None:
     """TRL pads the rows of all processes to the longest; each process drops the padding of its own."""
-    path = save(family, tmp_path)
+    path = save(family, tmp_path, torch.float64)
     samples = [rollouts(0), rollouts(1, vocabulary=5)]
-    trainer = make(path, tmp_path)
+    trainer = make(path, tmp_path, arguments={"dtype": "auto"})
     trainer.current_gradient_accumulation_steps = 1
-    eager = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=torch.float32)
+    eager = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=torch.float64)
     batch = DataCollatorForRollout(pad_token_id=0, num_processes=2).torch_call([[packed(x) for x in samples]])
     assert not batch["attention_mask"].all()
     if compiled:
@@ -406,9 +429,10 @@ def test_another_attention() -> None:
         prepared("eager")(**parts())
 
 
+@pytest.mark.usefixtures("float64")
 def test_calls_without_a_trie_and_other_layers() -> None:
     """A call without the keywords is as before; layers that do not receive the mask raise."""
-    model = prepared()
+    model = prepared().double()
     ids = torch.arange(2, 9)[None]
     ours = model(ids).logits
     model.set_attn_implementation("eager")
