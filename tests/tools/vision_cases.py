@@ -9,10 +9,10 @@ import os
 import tempfile
 from typing import Any
 
-import torch
+import pytest
 from peft import LoraConfig
 from tools.context_parallel_cases import use_fsdp_on_cpu
-from tools.tiny import CHECKPOINTING, trainer_settings
+from tools.tiny import CHECKPOINTING, keep_float64, trainer_settings
 from tools.vision import conversations, tiny_model, tiny_processor
 from torch.distributed.tensor import DTensor
 from trl import SFTConfig
@@ -40,18 +40,20 @@ def trained(kind: str, *, sharded: bool, lora: bool = False, **options: Any) -> 
             "dataloader_pin_memory": False,
         }
         trainer: Any = PackedSFTTrainer(
-            tiny_model(kind, "flashmask", torch.float32),
+            tiny_model(kind),
             SFTConfig(**settings | options),
             train_dataset=DATA,
             processing_class=tiny_processor(kind),
             peft_config=LoraConfig(target_modules=r".*language_model.*q_proj") if lora else None,
         )
-        trainer.train()
+        with pytest.MonkeyPatch.context() as patch:
+            keep_float64(patch)
+            trainer.train()
         os.environ.pop("ACCELERATE_USE_FSDP", None)
         whole = {}
         for name, x in trainer.model.named_parameters():
             value = (x.full_tensor() if isinstance(x, DTensor) else x).detach()
-            whole[name.replace("_fsdp_wrapped_module.", "")] = value.double().norm().item()
+            whole[name.replace("_fsdp_wrapped_module.", "")] = value.norm().item()
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         return {"losses": losses, "norms": whole}
 
