@@ -94,6 +94,13 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         terminalreporter.line(f"left out {count} tests of the {reason}")
 
 
+@pytest.fixture(scope="session")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder that all workers of this test run share."""
+    folder = tmp_path_factory.getbasetemp()
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+
 @pytest.fixture
 def float64(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Make what models and losses of float64 cast to float32 float64, too, but in tests on a GPU."""

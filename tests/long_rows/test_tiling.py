@@ -816,6 +816,6 @@ def test_a_whole_graph():
 
 
 @pytest.mark.full
-def test_data_parallel_training():
+def test_data_parallel_training(run_folder):
     """DDP and FSDP2 of two processes, with gradient accumulation, give the gradients of one process."""
-    result(run_cases("tools.tiled_ranks", (2,)), 2, "tiled")
+    result(run_cases(run_folder, "tools.tiled_ranks", (2,)), 2, "tiled")

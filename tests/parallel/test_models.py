@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,8 +38,8 @@ assert {*parallel_cases.CASES} | {f"{name}-{size}" for name in parallel_cases.CA
 
 
 @pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest) -> dict[int, dict[str, Any]]:
-    return run_cases("tools.parallel_cases", SIZES, left_out(request, FULL))
+def found(request: pytest.FixtureRequest, run_folder: Path) -> dict[int, dict[str, Any]]:
+    return run_cases(run_folder, "tools.parallel_cases", SIZES, left_out(request, FULL))
 
 
 @pytest.mark.parametrize(("size", "name"), each_case(COMPARED, FULL))

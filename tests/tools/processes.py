@@ -1,13 +1,15 @@
 """Runs cases in groups of processes (gloo, on the CPU): all of them in one launch, which imports once and then forks.
 
 A module of cases has a dict `CASES` of functions of a process group, by name. Each returns numbers, which are the same
-in every process, or raises. `run_cases` returns what process 0 got, or the error of the first process that raised.
+in every process, or raises. `run_cases` returns what process 0 got, or the error of the first process that raised. Its
+results are kept for the test run, whose tests of one module may run in several workers and at several times.
 A dict `GROUPS` has the sizes of the groups that a case runs in, if these are not all. A dict `KILLED` has, by the name
 of a case, functions whose processes end by SIGKILL; they run before the cases, in groups of their own of 2 or more.
 """
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import importlib
 import json
@@ -28,10 +30,13 @@ import pytest
 TESTS = Path(__file__).parents[1]
 
 
-def run_cases(module: str, sizes: tuple[int, ...], without: Collection[str] = ()) -> dict[int, dict[str, Any]]:
-    """Run every case of a module in groups of each size, in a program of its own.
+def run_cases(
+    folder: Path, module: str, sizes: tuple[int, ...], without: Collection[str] = ()
+) -> dict[int, dict[str, Any]]:
+    """Run every case of a module in groups of each size, in a program of its own, once per test run.
 
     Args:
+        folder: folder of the test run. Cases write files to $CASES_FOLDER, the folder in it with the module's name.
         module: name of the module.
         sizes: numbers of processes.
         without: names of cases that are not run, each followed by "-" and a size where only that group is left out.
@@ -39,21 +44,25 @@ def run_cases(module: str, sizes: tuple[int, ...], without: Collection[str] = ()
     Returns:
         for each size and name, what the case returned, or {"error": traceback}.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        settings = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # meshes would be of its GPUs
-        settings["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
-        settings["CASES_LEFT_OUT"] = json.dumps(sorted(without))
-        command = [sys.executable, "-W", "ignore", "-m", "tools.processes", module, folder, *map(str, sizes)]
-        done = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=600)
-        found = {}
-        for size in sizes:
-            results = [Path(folder, f"{size}-{rank}.json") for rank in range(size)]
-            assert all(path.exists() for path in results), done.stderr[-6000:]
-            ranks = [json.loads(path.read_text()) for path in results]
-            found[size] = {
-                name: next((rank[name] for rank in ranks if "error" in rank[name]), ranks[0][name]) for name in ranks[0]
-            }
-        return found
+    folder = folder / module
+    folder.mkdir(exist_ok=True)
+    results = {size: [folder / f"{size}-{rank}.json" for rank in range(size)] for size in sizes}
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not all(path.exists() for paths in results.values() for path in paths):
+            settings = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # meshes would be of its GPUs
+            settings["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
+            settings |= {"CASES_LEFT_OUT": json.dumps(sorted(without)), "CASES_FOLDER": str(folder)}
+            command = [sys.executable, "-W", "ignore", "-m", "tools.processes", module, str(folder), *map(str, sizes)]
+            done = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=600)
+            assert all(path.exists() for paths in results.values() for path in paths), done.stderr[-6000:]
+    found = {}
+    for size, paths in results.items():
+        ranks = [json.loads(path.read_text()) for path in paths]
+        found[size] = {
+            name: next((rank[name] for rank in ranks if "error" in rank[name]), ranks[0][name]) for name in ranks[0]
+        }
+    return found
 
 
 def result(found: dict[Any, Any], size: int, name: str) -> Any:

@@ -148,8 +148,8 @@ def test_images_are_never_cut():
 
 
 @pytest.fixture(scope="module")
-def found():
-    return run_cases("tools.aligned_images", (1, 2))
+def found(run_folder):
+    return run_cases(run_folder, "tools.aligned_images", (1, 2))
 
 
 @pytest.mark.full

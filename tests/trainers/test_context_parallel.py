@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,11 +41,9 @@ FULL = {"compiled", "uninterrupted", "resumed", "weighed", "full-4", "dpo-4", "r
 
 
 @pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("cases")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CASES_FOLDER", str(folder))
-        return {"folder": folder, **run_cases("tools.split_answers_cases", SIZES, left_out(request, FULL))}
+def found(request: pytest.FixtureRequest, run_folder: Path) -> dict[Any, Any]:
+    module = "tools.split_answers_cases"
+    return {"folder": run_folder / module, **run_cases(run_folder, module, SIZES, left_out(request, FULL))}
 
 
 STEP, LEARNING_RATE, CLIPPED = 512, 0.5, 0.3

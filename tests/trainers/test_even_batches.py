@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,8 +30,8 @@ BOUND = rounding(1000)  # sums of two layers, forward and backward, and of the l
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[int, dict[str, Any]]:
-    return run_cases("tools.even_batches_cases", (1, 2))
+def found(run_folder: Path) -> dict[int, dict[str, Any]]:
+    return run_cases(run_folder, "tools.even_batches_cases", (1, 2))
 
 
 @pytest.mark.full

@@ -158,9 +158,8 @@ def test_training_is_as_without_the_kernels(name, programs, tmp_path):
 
 
 @pytest.mark.full
-def test_training_on_split_rows_is_as_without_the_kernels(tmp_path, monkeypatch):
-    monkeypatch.setenv("CASES_FOLDER", str(tmp_path))
-    found = run_cases("tools.liger_cases", (1, 2))
+def test_training_on_split_rows_is_as_without_the_kernels(run_folder):
+    found = run_cases(run_folder, "tools.liger_cases", (1, 2))
     want, got = (result(found, size, "liger") for size in (1, 2))
     assert got["kernels"]
     assert got["sharded"] == "DTensor"

@@ -286,8 +286,8 @@ def test_two_trainers_and_a_copy_run_the_tower_once_per_call():
 
 
 @pytest.fixture(scope="module")
-def found():
-    return run_cases("tools.vision_cases", (1, 2))
+def found(run_folder):
+    return run_cases(run_folder, "tools.vision_cases", (1, 2))
 
 
 @pytest.mark.full
