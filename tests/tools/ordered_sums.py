@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 HANDOFF = 1.0
-AHEAD = 2
 EPILOGUE = 1.0
 
 
@@ -53,19 +52,26 @@ def span(
         ordered: whether items wait for those before them at each row tile.
     """
     free = [(0.0, program) for program in range(programs)]
-    added: dict[tuple[int, int, int], float] = {}
-    recent = [[0.0] * AHEAD for _ in range(programs)]
+    added: dict[int, dict[tuple[int, int], float]] = {plane: {} for plane, _, _ in work}
+    recent = [(0.0, 0.0)] * programs  # when a program's last two sums are added
     longest = 0.0
     for plane, line, tile in work:
         now, program = heapq.heappop(free)
         now += EPILOGUE
-        for head, row in walks[line][tile]:
-            now = max(now, recent[program][0]) + 1
-            place = plane, head, row
-            add = max(now, added.get(place, 0.0)) if ordered else now
-            added[place] = add + HANDOFF
-            recent[program] = [*recent[program][1:], max(add, recent[program][-1])]
-        longest = max(longest, now, recent[program][-1])
+        if ordered:
+            earlier, last = recent[program]
+            seen = added[plane]
+            for place in walks[line][tile]:  # millions of times: comparisons are faster than max()
+                now = (now if now > earlier else earlier) + 1
+                add = seen.get(place, 0.0)
+                add = now if now > add else add
+                seen[place] = add + HANDOFF
+                earlier, last = last, add if add > last else last
+            recent[program] = earlier, last
+            longest = max(longest, last)
+        else:
+            now += len(walks[line][tile])
+        longest = max(longest, now)
         heapq.heappush(free, (now, program))
     return longest
 
