@@ -4,6 +4,7 @@ A test marked interpreter, gpu or hopper is left out where its lane cannot run, 
 `-m` names the lane, the test is skipped with the reason instead.
 """
 
+import functools
 import gc
 import os
 import re
@@ -32,12 +33,24 @@ def _speed_up_interpreter() -> None:
     """Skip work of Triton's interpreter that has no effect, about half the time of some tests.
 
     The interpreter patches its language for a launch, and again for each call of a function in the kernel, when nothing
-    is left to patch. It also checks integers for overflow, for assertions that it then leaves out
-    (`tools.support.interpret_assertions`).
+    is left to patch. It makes the types of each operation anew. It also checks integers for overflow, for assertions
+    that it then leaves out (`tools.support.interpret_assertions`).
     """
     from triton.language.core import is_builtin
     from triton.runtime import interpreter
 
+    language, numpy_type = interpreter.tl, interpreter._get_np_dtype
+    numpy_types = functools.cache(numpy_type)
+    block_types = functools.cache(lambda dtype, *shape: language.block_type(dtype, [*shape]))
+
+    def cached_numpy_type(dtype: Any) -> Any:
+        return numpy_type(dtype) if dtype.scalar.is_ptr() else numpy_types(dtype.scalar)
+
+    def cached_block_type(dtype: Any, shape: Any) -> Any:
+        return language.block_type(dtype, shape) if dtype.is_ptr() else block_types(dtype, *shape)
+
+    interpreter._get_np_dtype = cached_numpy_type
+    interpreter.interpreter_builder.get_block_ty = cached_block_type
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
     patch = interpreter._patch_lang
 
