@@ -7,7 +7,6 @@ not see this one's flashmask_hf: a plain path in a .pth file does not run the .p
 import importlib.metadata
 import json
 import os
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -63,13 +62,14 @@ def run(*command: str | Path, cwd: Path) -> str:
     return done.stdout
 
 
-@pytest.fixture
-def checkout(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Clone this checkout as it stands, uncommitted changes included."""
     if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
     listed = run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=ROOT)
-    origin = tmp_path / "origin"
+    folder = tmp_path_factory.mktemp("git")
+    origin = folder / "origin"
     for name in filter(None, listed.split("\0")):
         source, copy = ROOT / name, origin / name
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -81,15 +81,22 @@ def checkout(tmp_path: Path) -> Path:
     run("git", "init", "--quiet", cwd=origin)
     run("git", "add", "--all", cwd=origin)
     run("git", *author, "commit", "--quiet", "--no-verify", "--message", "copy", cwd=origin)
-    run("git", "clone", "--quiet", origin, tmp_path / "checkout", cwd=tmp_path)
-    return tmp_path / "checkout"
+    run("git", "clone", "--quiet", origin, folder / "checkout", cwd=folder)
+    return folder / "checkout"
 
 
-def build(checkout: Path) -> tuple[Path, Path]:
-    """Build an sdist and, from it, a wheel."""
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", "dist", cwd=checkout)
-    (sdist,), (wheel,) = checkout.glob("dist/*.tar.gz"), checkout.glob("dist/*.whl")
+def build(checkout: Path, folder: Path) -> tuple[Path, Path]:
+    """Build an sdist and, from it, a wheel, with the date of a release."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+        run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, cwd=checkout)
+    (sdist,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
     return sdist, wheel
+
+
+@pytest.fixture(scope="module")
+def built(checkout: Path) -> tuple[Path, Path]:
+    return build(checkout, checkout / "dist")
 
 
 def install(folder: Path, *what: str | Path) -> Path:
@@ -116,8 +123,8 @@ def installed_package(environment: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["wheel", "sdist"])
-def test_a_distribution_installs_and_works(kind: str, checkout: Path, tmp_path: Path) -> None:
-    sdist, wheel = build(checkout)
+def test_a_distribution_installs_and_works(kind: str, built: tuple[Path, Path], tmp_path: Path) -> None:
+    sdist, wheel = built
     python = install(tmp_path / "environment", wheel if kind == "wheel" else sdist)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -141,8 +148,8 @@ def test_a_clone_works_beside_its_installed_copy(checkout: Path, tmp_path: Path)
     probe(python, checkout, checkout / "flashmask_hf")
 
 
-def test_distributions_hold_the_package_and_nothing_else(checkout: Path) -> None:
-    sdist, wheel = build(checkout)
+def test_distributions_hold_the_package_and_nothing_else(checkout: Path, built: tuple[Path, Path]) -> None:
+    sdist, wheel = built
     package = {
         path.relative_to(checkout).as_posix()
         for path in (checkout / "flashmask_hf").rglob("*")
@@ -168,13 +175,10 @@ def test_distributions_hold_the_package_and_nothing_else(checkout: Path) -> None
     assert names == package | extra
 
 
-def test_builds_of_one_commit_are_equal_to_the_byte(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
-    first = [path.read_bytes() for path in build(checkout)]
-    shutil.rmtree(checkout / "dist")
+def test_builds_of_one_commit_are_equal_to_the_byte(checkout: Path, built: tuple[Path, Path], tmp_path: Path) -> None:
     for path in (checkout / "flashmask_hf").rglob("*"):  # as another clone has it
         os.utime(path, (1.6e9, 1.6e9))
-    assert [path.read_bytes() for path in build(checkout)] == first
+    assert [path.read_bytes() for path in build(checkout, tmp_path)] == [path.read_bytes() for path in built]
 
 
 def test_the_citation_names_this_version() -> None:
@@ -221,14 +225,11 @@ def needed(requirements: Sequence[str], extra: str, found: dict[str, Distributio
 
 
 @pytest.fixture(scope="module")
-def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build a wheel of this checkout and unpack it."""
-    folder = tmp_path_factory.mktemp("wheel")
-    run(sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", folder, ROOT, cwd=folder)
-    (wheel,) = folder.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(folder / "unpacked")
-    return folder / "unpacked"
+def unpacked(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("unpacked")
+    with zipfile.ZipFile(built[1]) as archive:
+        archive.extractall(folder)
+    return folder
 
 
 @pytest.mark.parametrize("extra", PROMISES)
