@@ -6,7 +6,9 @@ THREADS ?= 2
 
 BIN := $(VENV)/bin
 CONSTRAINTS ?= constraints.txt
-INSTALL := $(BIN)/python -m pip install --constraint $(CONSTRAINTS) --editable
+INSTALL := $(BIN)/python -m pip install --no-compile --constraint $(CONSTRAINTS) --editable
+# pip would compile in one process. Some packages hold files that are no Python 3.
+COMPILE := $(BIN)/python -m compileall -qq --workers 2 $(VENV)/lib || true
 # Threads that spin while they wait are 30 times slower as soon as anything else runs on their cores.
 TRAIN := OMP_NUM_THREADS=$(THREADS) OMP_WAIT_POLICY=passive
 # A test that waits for ever, as kernels can that wait for each other, fails with its traceback.
@@ -69,12 +71,15 @@ $(BIN)/pip:
 
 $(VENV)/demo.stamp: pyproject.toml constraints.txt | $(BIN)/pip
 	$(INSTALL) '.[plot,train]'
+	$(COMPILE)
 	touch $@
 
 $(VENV)/dev.stamp: pyproject.toml constraints.txt | $(BIN)/pip
 	$(INSTALL) '.[dev]'
+	$(COMPILE)
 	touch $@ $(VENV)/demo.stamp
 
 $(VENV)/docs.stamp: pyproject.toml constraints.txt | $(BIN)/pip
 	$(INSTALL) '.[docs]'
+	$(COMPILE)
 	touch $@ $(VENV)/demo.stamp
