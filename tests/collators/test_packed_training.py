@@ -7,7 +7,7 @@ import pytest
 import torch
 from datasets import Dataset
 from tools.documents import MASKED, dataset, documents, examples, flat, unpack
-from tools.tiny import CHECKPOINTING, LOGGED, VOCAB, assert_exact, llama_config, trainer_settings, word_tokenizer
+from tools.tiny import CHECKPOINTING, FLOAT32, VOCAB, assert_exact, llama_config, trainer_settings, word_tokenizer
 from transformers import (
     AutoModelForCausalLM,
     Trainer,
@@ -105,19 +105,19 @@ def test_trl_packing_gives_the_losses_of_eager(tmp_path, strategy):
     options = {"packing": True, "packing_strategy": strategy, "max_length": 32}
     losses, trainer = sft_losses(tmp_path, "flashmask", dataset(LENGTHS), **options)
     eager, _ = sft_losses(tmp_path, "eager", dataset(LENGTHS), **options)
-    torch.testing.assert_close(losses, eager, rtol=LOGGED, atol=0)
+    torch.testing.assert_close(losses, eager, rtol=FLOAT32, atol=0)
     assert losses[-1] < losses[0]
 
     rows = Dataset.from_list(list(trainer.train_dataset))
     ours, _ = sft_losses(tmp_path, "flashmask", rows, collator=DataCollatorForPackedLanguageModeling(), max_length=None)
-    torch.testing.assert_close(ours, losses, rtol=LOGGED, atol=0)
+    torch.testing.assert_close(ours, losses, rtol=FLOAT32, atol=0)
 
 
 def test_the_collator_in_the_stock_trainer_equals_padded_batches(tmp_path):
     collator = DataCollatorForPackedLanguageModeling()
     packed, trainer = sft_losses(tmp_path, "flashmask", dataset(LENGTHS), collator=collator, max_length=None)
     padded, _ = sft_losses(tmp_path, "eager", dataset(LENGTHS), max_length=None)
-    torch.testing.assert_close(packed, padded, rtol=LOGGED, atol=0)
+    torch.testing.assert_close(packed, padded, rtol=FLOAT32, atol=0)
     batch = next(iter(trainer.get_train_dataloader()))
     assert batch["input_ids"].shape[0] == 1
 
@@ -183,7 +183,7 @@ def test_conversations_train_in_the_stock_trainer(tmp_path, assistant_only):
         **options,
     )
     padded, _ = sft_losses(tmp_path, "eager", source, **options)
-    torch.testing.assert_close(packed, padded, rtol=LOGGED, atol=0)
+    torch.testing.assert_close(packed, padded, rtol=FLOAT32, atol=0)
 
     prepared = Dataset.from_list(list(trainer.train_dataset))
     assert {"dataset", "id", "messages", "input_ids"} < set(prepared.column_names)

@@ -6,7 +6,7 @@ from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tools.documents import lineage, random_parents
-from tools.tiny import LOGGED, TRAINER_WARNINGS, VOCAB, assert_exact, llama_config, trainer_settings
+from tools.tiny import FLOAT32, TRAINER_WARNINGS, VOCAB, assert_exact, llama_config, trainer_settings
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from flashmask_hf.collators import DataCollatorForTrees
@@ -88,7 +88,7 @@ def test_trees_train_in_the_plain_trainer(tmp_path):
     trainer.train()
     separate = separate_loss([TREE])
     assert separate is not None
-    assert trainer.state.log_history[0]["loss"] == pytest.approx(separate[1].item(), rel=LOGGED)
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(separate[1].item(), rel=FLOAT32)
 
     args = TrainingArguments(**options)
     trainer = Trainer(model("flashmask"), args, train_dataset=dataset, data_collator=DataCollatorForTrees())

@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from tools.processes import result, run_cases
 from tools.support import requires
-from tools.tiny import TRAINER_WARNINGS, assert_exact, gradients_of
+from tools.tiny import TRAINER_WARNINGS, assert_exact, assert_same_gradients, gradients_of
 from torch import nn
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -86,8 +86,7 @@ def gradients(model, run=None, ids=None):
 
 def assert_same(got, want):
     assert_exact([got[0]], [want[0]])
-    assert got[1].keys() == want[1].keys()
-    assert_exact([*got[1].values()], [*want[1].values()])
+    assert_same_gradients(got[1], want[1])
 
 
 def count_calls(model):

@@ -154,7 +154,7 @@ def test_two_processes_train_like_one(tmp_path, model, files, capsys, recipe, co
     weights, others = load_file(tmp_path / "one" / saved), load_file(tmp_path / "two" / saved)
     assert others.keys() - weights.keys() <= {"lm_head.weight"}  # FSDP2 saves tied weights twice
     for name, weight in weights.items():
-        torch.testing.assert_close(others[name], weight, rtol=0, atol=2e-4)
+        assert (others[name] - weight).norm() <= 2e-3 * weight.norm(), name  # Adam enlarges single small gradients
 
 
 @pytest.mark.full

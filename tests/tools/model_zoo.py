@@ -28,12 +28,12 @@ from flashmask_hf.hf import layer_mask
 from flashmask_hf.hf.call import Call, current
 
 LENGTH = 12
-BOUND = 1e-4
+BOUND = 1e-3
 """Largest error in float32, relative to the largest entry of what eager attention gives.
 
 The sums of a forward and a backward pass of six layers of attention, each of 164 terms, times the standard deviation of
-a score (32 * 0.3**2), by which an exponential enlarges the relative error of its argument, give 6e-5 (`rounding`).
-Image models have convolutions and batch normalization before them: Deformable DETR reaches 9e-5.
+a score (32 * 0.3**2), by which an exponential enlarges the relative error of its argument, give 6e-5 (`rounding`);
+convolutions and batch normalization add to them. One pair that a mask hides wrongly changes a decoder by 0.08 or more.
 """
 
 DOCUMENTS = [8, 4]

@@ -19,9 +19,6 @@ EXACT = 1e-12
 FLOAT32 = 16 * torch.finfo(torch.float32).eps
 """Largest error of a log, for terms of size 1: trainers add losses, weights and means of 16 batches in float32."""
 
-LOGGED = torch.finfo(torch.float32).eps
-"""Largest relative difference of two equal losses in the log of a Trainer, which rounds each to float32."""
-
 # The name of the argument; transformers 5.21 renamed it, and warns of the old name.
 CHECKPOINTING = next(f for f in ("activation_checkpointing", "gradient_checkpointing") if hasattr(TrainingArguments, f))
 
