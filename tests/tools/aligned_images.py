@@ -12,10 +12,9 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from tools.context_parallel_cases import use_fsdp_on_cpu
+from tools.context_parallel_cases import norms_of, use_fsdp_on_cpu
 from tools.tiny import keep_float64, trainer_settings
 from tools.vision import picture, tiny_model, tiny_processor, words
-from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
@@ -114,11 +113,8 @@ def trained(kind: str, *, sharded: bool, **options: Any) -> Any:
             trainer = make(kind, data, folder, True, **settings | options)
             trainer.train()
         os.environ.pop("ACCELERATE_USE_FSDP", None)
-        norms = {}
-        for name, x in trainer.model.named_parameters():
-            value = (x.full_tensor() if isinstance(x, DTensor) else x).detach()
-            norms[name.replace("_fsdp_wrapped_module.", "")] = value.norm().item()
-        return {"losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], "norms": norms}
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        return {"losses": losses, "norms": norms_of(trainer.model)}
 
     return case
 

@@ -27,6 +27,7 @@ from peft import LoraConfig
 from tools.documents import PREFIXES, SAME, turns
 from tools.parallel_cases import model_of, tensor_parallel_model
 from tools.tiny import CHECKPOINTING, VOCAB, trainer_settings, word_tokenizer
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
@@ -51,6 +52,12 @@ def use_fsdp_on_cpu() -> None:
         FSDP_STATE_DICT_TYPE="FULL_STATE_DICT",
         FSDP_CPU_RAM_EFFICIENT_LOADING="false",
     )
+
+
+def norms_of(model: Any) -> dict[str, float]:
+    """Return the norm of each weight, which may be sharded, by its name without FSDP."""
+    weights = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in model.named_parameters()}
+    return {name.replace("_fsdp_wrapped_module.", ""): x.detach().norm().item() for name, x in weights.items()}
 
 
 def examples() -> Dataset:

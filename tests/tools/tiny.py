@@ -151,6 +151,14 @@ def one_step(trainer: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[
     return loss.detach(), gradients_of(trainer.model), metrics
 
 
+def step(trainer: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Return the log of a step, and how it changed the weights."""
+    before = {name: x.detach().clone() for name, x in trainer.model.named_parameters() if x.requires_grad}
+    trainer.train()
+    log = next(entry for entry in trainer.state.log_history if "loss" in entry)
+    return log, {name: before[name] - x.detach() for name, x in trainer.model.named_parameters() if name in before}
+
+
 def assert_same_gradients(
     gradients: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], bound: float = EXACT
 ) -> None:

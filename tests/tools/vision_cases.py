@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 from peft import LoraConfig
-from tools.context_parallel_cases import use_fsdp_on_cpu
+from tools.context_parallel_cases import norms_of, use_fsdp_on_cpu
 from tools.tiny import CHECKPOINTING, keep_float64, trainer_settings
 from tools.vision import conversations, tiny_model, tiny_processor
-from torch.distributed.tensor import DTensor
 from trl import SFTConfig
 
 from flashmask_hf.trainers import PackedSFTTrainer
@@ -50,12 +49,8 @@ def trained(kind: str, *, sharded: bool, lora: bool = False, **options: Any) -> 
             keep_float64(patch)
             trainer.train()
         os.environ.pop("ACCELERATE_USE_FSDP", None)
-        whole = {}
-        for name, x in trainer.model.named_parameters():
-            value = (x.full_tensor() if isinstance(x, DTensor) else x).detach()
-            whole[name.replace("_fsdp_wrapped_module.", "")] = value.norm().item()
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        return {"losses": losses, "norms": whole}
+        return {"losses": losses, "norms": norms_of(trainer.model)}
 
     return case
 

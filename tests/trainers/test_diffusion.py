@@ -9,6 +9,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from tools.aligned_images import Gradients
 from tools.tiny import (
     FLOAT32,
     FUSED_HEAD,
@@ -99,12 +100,8 @@ def test_accumulated_batches_divide_by_all_labels(tmp_path: Any, collator: Any) 
         return compute(model, inputs, *args, **kwargs)
 
     trainer.compute_loss = record  # type: ignore[method-assign]
-    gradients: dict[str, Tensor] = {}
-    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.0)
-    step = trainer.optimizer.step
-    trainer.optimizer.step = lambda *a, **k: (  # type: ignore[method-assign]
-        gradients.update(gradients_of(trainer.model)), step(*a, **k),
-    )[1]  # fmt: skip
+    kept = Gradients()
+    trainer.add_callback(kept)
     trainer.train()
     assert len(seen) == 4
     model = trainer.model
@@ -113,7 +110,7 @@ def test_accumulated_batches_divide_by_all_labels(tmp_path: Any, collator: Any) 
     (total / labels).backward()
     logged = next(entry for entry in trainer.state.log_history if "loss" in entry)
     assert logged["loss"] == pytest.approx(total.item() / labels, rel=FLOAT32)
-    assert_same_gradients(gradients, gradients_of(model))
+    assert_same_gradients(kept.steps[0], gradients_of(model))
 
 
 def test_evaluation_is_exact_and_has_the_same_noise_each_time(tmp_path: Any) -> None:

@@ -26,6 +26,7 @@ from tools.tiny import (
     llama_config,
     one_step,
     preference_rows,
+    step,
     trainer_settings,
     word_tokenizer,
 )
@@ -413,18 +414,14 @@ def test_a_step_on_weighed_pairs_is_that_of_a_loop_over_pairs(options, model_pat
     loss, expected = expected_of_pairs(stock)
     settings = {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 2, "optim": "sgd", "max_grad_norm": 0}
     settings |= {"learning_rate": 1.0, "lr_scheduler_type": "constant", "max_steps": 1}
-    logs = []
-    for data in (weighed_rows(), preference_rows(len(PAIR_WEIGHTS))):
-        shared = make(SharedQuestionDPOTrainer, model_path, tokenizer, tmp_path, data=data, **options, **settings)
-        before = {n: p.detach().clone() for n, p in shared.model.named_parameters() if p.requires_grad}
-        shared.train()
-        logs.append(next(entry for entry in shared.state.log_history if "loss" in entry))
-        if len(logs) == 1:
-            changes = {n: before[n] - p.detach() for n, p in shared.model.named_parameters() if n in before}
-    assert logs[0]["loss"] == pytest.approx(loss, rel=FLOAT32)
-    assert logs[0]["loss"] != pytest.approx(logs[1]["loss"], rel=1e-3)
+    (log, changes), (unweighed, _) = (
+        step(make(SharedQuestionDPOTrainer, model_path, tokenizer, tmp_path, data=data, **options, **settings))
+        for data in (weighed_rows(), preference_rows(len(PAIR_WEIGHTS)))
+    )
+    assert log["loss"] == pytest.approx(loss, rel=FLOAT32)
+    assert log["loss"] != pytest.approx(unweighed["loss"], rel=1e-3)
     for name in ("rewards/margins", "rewards/accuracies", "logps/chosen", "entropy", "num_tokens"):
-        assert logs[0][name] == pytest.approx(logs[1][name], rel=FLOAT32)
+        assert log[name] == pytest.approx(unweighed[name], rel=FLOAT32)
     assert_same_gradients(changes, expected, FLOAT32)  # weights and their sum are float32
 
 
@@ -712,10 +709,10 @@ def test_identical_answers_have_identical_log_probabilities(model_path, tokenize
     expected = one_step(stock)[2]["rewards/accuracies"]
     assert expected > 0
 
-    for step in (1e-5, -1e-5):  # stands for a processor whose rounding favours later places, or earlier ones
+    for slope in (1e-5, -1e-5):  # stands for a processor whose rounding favours later places, or earlier ones
 
-        def rounded(module, args, output, step=step):
-            return output + step * torch.arange(output.numel()).view_as(output)
+        def rounded(module, args, output, slope=slope):
+            return output + slope * torch.arange(output.numel()).view_as(output)
 
         hook = shared.model.model.layers[-1].register_forward_hook(rounded)
         assert one_step(shared)[2]["rewards/accuracies"] == expected

@@ -66,11 +66,9 @@ def checkpoints(tmp_path_factory):
     return save_models(tmp_path_factory.mktemp("models"))
 
 
+LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo")
 RUNS: dict[str, dict[str, Any]] = {
-    **{
-        loss: {"loss_type": loss, "beta": 0.1}
-        for loss in ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo")
-    },
+    **{loss: {"loss_type": loss, "beta": 0.1} for loss in LOSSES},
     "no reference": {"beta": 0.0},
     "old policy": {"steps_per_generation": 4},
     "old policy, bnpo": {"steps_per_generation": 4, "loss_type": "bnpo"},
@@ -120,18 +118,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "gmpo": {"algorithm": "gmpo"},
     "gmpo, beta": {"algorithm": "gmpo", "beta": 0.1, "steps_per_generation": 4},
 }
-ARITHMETIC = {
-    "grpo",
-    "bnpo",
-    "dr_grpo",
-    "dapo",
-    "cispo",
-    "sapo",
-    "vespo",
-    "luspo",
-    "no reference",
-    "two-sided clipping",
-}
+ARITHMETIC = {*LOSSES, "no reference", "two-sided clipping"}
 ARITHMETIC |= {"high entropy", "entropy bonus", "batch scale", "no scale", "truncated completions", "temperature"}
 """Runs that change only what TRL computes from log-probabilities, which two steps show."""
 MOVED = ("entropy", "clip_ratio", "cispo_clip_ratio", "kl", "vespo")

@@ -18,6 +18,7 @@ from tools.tiny import (
     VOCAB,
     assert_same_gradients,
     llama_config,
+    step,
     trainer_settings,
     word_tokenizer,
 )
@@ -113,14 +114,6 @@ def trainer_of(
         peft_config=peft,
         **(options or {}),
     )
-
-
-def step(trainer: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Return the log of a step, and how it changed the weights."""
-    before = {name: x.detach().clone() for name, x in trainer.model.named_parameters() if x.requires_grad}
-    trainer.train()
-    log = next(entry for entry in trainer.state.log_history if "loss" in entry)
-    return log, {name: before[name] - x.detach() for name, x in trainer.model.named_parameters() if name in before}
 
 
 METRICS = ("loss", "mean_token_accuracy", "entropy", "num_tokens")

@@ -18,6 +18,7 @@ from tools.tiny import (
     VOCAB,
     assert_same_gradients,
     llama_config,
+    step,
     trainer_settings,
     word_tokenizer,
 )
@@ -56,14 +57,6 @@ def trainer_of(kind, path, columns, peft_config=None, extra=None, **options):
         peft_config=peft_config,
         **extra or {},
     )
-
-
-def step(trainer):
-    """Return the log and the change of the trained weights of one step."""
-    before = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
-    trainer.train()
-    log = next(entry for entry in trainer.state.log_history if "loss" in entry)
-    return log, {n: before[n] - p.detach() for n, p in trainer.model.named_parameters() if n in before}
 
 
 def loop(model, documents, weights):
