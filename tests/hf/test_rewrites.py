@@ -4,6 +4,7 @@ import pytest
 import torch
 from tools import model_zoo
 from tools.model_pairs import assert_near, positions, tokens
+from tools.tiny import assert_exact
 
 from flashmask_hf import masks
 from flashmask_hf.hf.call import Call, count_axes
@@ -22,16 +23,17 @@ def hidden(model, ids, **call):
 @pytest.mark.parametrize("axes", [(), (3,), (4,)], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_documents_are_kept_apart(family, axes):
-    model, ids = model_zoo.build(family, "flashmask").eval(), tokens(1, 11).clamp(max=35)
+    model, ids = model_zoo.build(family, "flashmask").double().eval(), tokens(1, 11).clamp(max=35)
+    model.set_experts_implementation("eager")  # torch's grouped product takes no float64
     places = PLACES.expand(*axes, 1, 11)
     want = torch.cat([hidden(model, ids[:, a:b]) for a, b in ((0, 4), (4, 5), (5, 11))], 1)
-    assert_near(hidden(model, ids, position_ids=places), want)
-    assert_near(hidden(model, ids, position_ids=places, attention_mask=torch.ones(1, 11).long()), want)
+    assert_exact([hidden(model, ids, position_ids=places)], [want])
+    assert_exact([hidden(model, ids, position_ids=places, attention_mask=torch.ones(1, 11).long())], [want])
     padded = torch.nn.functional.pad(places, (2, 0)), torch.nn.functional.pad(ids, (2, 0), value=5)
     mask = (torch.arange(13) >= 2).long()[None]
-    assert_near(hidden(model, padded[1], position_ids=padded[0], attention_mask=mask)[:, 2:], want)
+    assert_exact([hidden(model, padded[1], position_ids=padded[0], attention_mask=mask)[:, 2:]], [want])
     vectors = masks.causal_document([4, 1, 6]).indices
-    assert_near(hidden(model, ids, position_ids=places, startend_row_indices=vectors), want)
+    assert_exact([hidden(model, ids, position_ids=places, startend_row_indices=vectors)], [want])
 
 
 @pytest.mark.parametrize("axes", [(), (3,)], ids=str)
