@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import psutil
 import torch
 import torch._dynamo.config
 import torch.distributed as dist
@@ -35,7 +36,7 @@ import flashmask_hf
 Case = TypeVar("Case")
 WAIT = 4_000_000  # GPU cycles, 2 ms or more: longer than the host takes to issue a forward or a backward
 GIB = 2**30
-START = time.monotonic()  # of the process, but for torch's import
+START = psutil.Process().create_time()  # in seconds since the epoch, before torch's import
 _order = random.Random(0)  # of the providers in a turn
 
 
@@ -83,17 +84,18 @@ Rows = list[dict[str, object]]
 
 
 def program(
-    doc: str | None, *, gpu: bool = True, silent: bool = False, **flags: Any
+    doc: str | None, *, gpu: bool = True, silent: bool = False, ends: bool = True, **flags: Any
 ) -> Callable[[Callable[[argparse.Namespace], Iterable[Rows]]], Callable[..., None]]:
     """Make a program of a generator of rows, which the first process writes as they come, and prints unless `silent`.
 
-    With `gpu` it needs one unless `--device cpu` is given, and ends at `--deadline`. `flags` are a `Flag` or a default.
+    With `gpu` it needs one unless `--device cpu` is given, and ends at `--deadline`, by itself without `ends`. `flags`
+    are a `Flag` or a default.
     """
     device = "cuda" if gpu or torch.cuda.is_available() else "cpu"
     flags["csv"] = Flag(help="file to write the rows to, as soon as they are measured")
     flags["device"] = Flag(device, ("cuda", "cpu"), "cpu only tries the program")
     if gpu:
-        flags["deadline"] = Flag(math.inf, help="seconds after which nothing more is measured")
+        flags["deadline"] = Flag(math.inf, help="seconds after process start in which to measure")
 
     def decorate(measure: Callable[[argparse.Namespace], Iterable[Rows]]) -> Callable[..., None]:
         def main(argv: Sequence[str] | None = None) -> None:
@@ -103,7 +105,7 @@ def program(
             a = parser.parse_args(argv)
             if a.device == "cuda" and not torch.cuda.is_available():
                 parser.error("a GPU is needed; --device cpu tries the program without one: give small sizes")
-            if a.device == "cuda":
+            if a.device == "cuda" and (gpu or "LOCAL_RANK" in os.environ):
                 torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
             torch._dynamo.config.recompile_limit = 256  # FlexAttention compiles for every mask and every shape
             logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -115,7 +117,7 @@ def program(
             with contextlib.nullcontext() if first else contextlib.redirect_stdout(io.StringIO()):
                 for rows in measure(a):
                     results.add(rows, silent=silent)
-                    if gpu and time_left(a) <= 0:
+                    if gpu and ends and not in_time(a):
                         break
 
         return main
@@ -133,7 +135,12 @@ def largest(figure: float, device: Any) -> float:
 
 
 def time_left(a: argparse.Namespace) -> float:
-    return -largest(time.monotonic() - START - a.deadline, a.device)
+    return -largest(time.time() - START - a.deadline, a.device)
+
+
+def in_time(a: argparse.Namespace, *seconds: float) -> bool:
+    """Return whether calls of these seconds end by `--deadline`."""
+    return sum(seconds) <= time_left(a)
 
 
 def conditions() -> dict[str, str]:
@@ -254,7 +261,7 @@ def contest(
     clean: Callable[[], object] = lambda: None,
     firsts: Mapping[str, Callable[[], Any]] | None = None,
 ) -> dict[str, Measured | str]:
-    """Measure calls in turns of random order until `--deadline`; of a call that fails, return the reason.
+    """Measure calls in turns, of random order, that end by `--deadline`; of a call that fails, return the reason.
 
     Before, `agree` takes the results of first runs, or of `firsts`. `clean` follows each call.
     """
@@ -273,7 +280,7 @@ def contest(
     gc.collect()
     used = torch.cuda.memory_allocated() / GIB if torch.cuda.is_available() else 0.0
     for turn in range(turns):
-        if turn and time_left(a) <= 0:
+        if turn and not in_time(a, *(one[-1][0] for one in steps.values())):
             break
         for name in _order.sample(list(steps), len(steps)):
             made = attempt(calls[name])

@@ -8,7 +8,7 @@
 `sft`: a model with random weights in bfloat16, sharded by FSDP2, with gradient checkpointing and TRL's head, runs
 forward and backward of a row. `dpo`: `SharedQuestionDPOTrainer` with adapters of rank 16 runs them, and the reference,
 on rows of one question of `--tokens` tokens and two answers of 1,024. Losses and gradients of a short row must agree
-first. Providers run in turns; past `--deadline` no turn begins.
+first. Providers run in turns that end by `--deadline`.
 
 * `heads`, `keys`: packed documents, with the exchange of that name; `heads_2`: heads in two chunks (`head_chunks`).
 * `whole`: every GPU computes a whole row of its own.
@@ -31,7 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from datasets import Dataset
-from harness import GIB, Flag, Rows, largest, program, random_lengths, synchronize, time_left, whole
+from harness import GIB, Flag, Rows, in_time, largest, program, random_lengths, synchronize, whole
 from peft import LoraConfig
 from shapes import SHAPES, arguments_of, build_model, packed_row, tokenizer
 from torch import Tensor, nn
@@ -53,6 +53,9 @@ ANSWER = 1024  # tokens of an answer of DPO, but for the compared row
 
 class Bench:
     """A sharded model, and the steps of every provider on a row."""
+
+    turn = 1, 0.0  # tokens of the last row, and seconds of its last turn
+    forwards = 1  # of a step without gradients: the recomputed ones
 
     def __init__(self, shape: str, device: torch.device):
         self.device, self.size = device, dist.get_world_size()
@@ -138,7 +141,7 @@ class Bench:
         return 0.0
 
     def exchange_seconds(self, provider: str, row: dict[str, Tensor]) -> float:
-        """Return the seconds of all exchanges in a step, with recomputed forwards."""
+        """Return the seconds of all exchanges in a step, with `forwards`."""
         config, dtype = self.config, torch.bfloat16 if self.device.type == "cuda" else torch.float32
         tokens = row[VECTORS].shape[2] // self.size
 
@@ -164,7 +167,7 @@ class Bench:
         def seconds_of(call: Callable[[], object]) -> float:
             return statistics.median([self.seconds_of(call) for _ in range(6)][1:])  # the first warms up
 
-        return (seconds_of(both) + seconds_of(torch.no_grad()(forward))) * config.num_hidden_layers
+        return (seconds_of(both) + self.forwards * seconds_of(torch.no_grad()(forward))) * config.num_hidden_layers
 
     def seconds_of(self, call: Callable[[], object]) -> float:
         """Return the slowest process' seconds of a call that all make."""
@@ -195,16 +198,19 @@ class Bench:
     def measure(self, row: dict[str, Tensor], a: argparse.Namespace) -> Rows:
         """Time the steps of providers in turns, and return the columns of each. The first turn warms up."""
         runs: dict[str, list[tuple[float, float, float]]] = {name: [] for name in a.providers}
-        for turn in range(a.warmup + a.repeats):
+        tokens = row[VECTORS].shape[2]
+        expected = self.turn[1] * (tokens / self.turn[0]) ** 2
+        for _ in range(a.warmup + a.repeats):
+            if not in_time(a, expected):
+                break
             for provider, found in runs.items():
-                expected = max((done[-1][1] for done in runs.values() if done), default=0.0)
-                if expected > time_left(a) or len(found) < turn:
-                    continue
                 try:
                     found.append(self.timed(provider, row))
                 except torch.OutOfMemoryError:  # the others wait for this process: end all
                     raise SystemExit(f"{provider} ran out of memory; leave it out") from None
-        rows, tokens = [], row[VECTORS].shape[2]
+            expected = sum(found[-1][1] for found in runs.values())
+            self.turn = tokens, expected
+        rows = []
         for provider, found in runs.items():
             if not found[a.warmup :]:
                 print(f"{provider} is left out: no step before the deadline", flush=True)
@@ -227,6 +233,8 @@ class Bench:
 
 class PreferenceBench(Bench):
     """A DPO trainer of adapters, under accelerate's configuration of FSDP2 and `cp_size`."""
+
+    forwards = 2  # and the reference's
 
     def __init__(self, shape: str, device: torch.device):
         self.device, self.size = device, dist.get_world_size()

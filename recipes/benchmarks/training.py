@@ -52,7 +52,7 @@ import numpy as np
 import torch
 from block_diffusion import Batch, draw_row
 from datasets import Dataset
-from harness import Flag, Rows, attempt, available, count, free_memory, program, random_lengths, synchronize, time_left
+from harness import Flag, Rows, attempt, available, count, free_memory, in_time, program, random_lengths, synchronize
 from images import Conversations
 from packed_attention import attention, block_mask, dense_mask
 from shapes import SHAPES, TRAINERS, arguments_of, build_model, gradient_norm, make_rows, tokenizer
@@ -526,10 +526,10 @@ class Series:
         self.steps: list[tuple[float, float]] = []  # seconds and peak GiB of each measured step
 
     def expected(self, length: int) -> float:
-        """Return the seconds of the next step, the most at a new length."""
+        """Return the seconds of the next step, the most at a new length; before any, of the first call."""
         if self.steps:
             return self.steps[-1][0]
-        return self.seconds * (length / self.length) ** 2 if self.length else 0.0
+        return self.seconds * (length / self.length) ** 2 if self.length else self.first or 0.0
 
     def figures(self, length: int) -> dict[str, object]:
         """Return the columns of a length, and forget the steps."""
@@ -559,7 +559,7 @@ class Study:
 
     def run(self, one: Series, call: Callable[[], Any], expected: float = 0.0) -> tuple[Any, float, float] | None:
         """Make a call of `expected` seconds in a series' setting, or end the series."""
-        if expected > time_left(self.arguments):
+        if not in_time(self.arguments, expected):
             one.ended = LATE
             return None
         self.switch.set(one.setting)
@@ -598,7 +598,7 @@ class Study:
         """Measure the series at one length in turns of random order."""
         a, rows = self.arguments, self.task.draw(length, self.arguments.steps)
         for one in self.series:
-            if one.expected(length) > a.longest:
+            if one.length and one.expected(length) > a.longest:
                 one.ended = LATE
                 continue
             # FlexAttention compiles for each length.
@@ -607,8 +607,8 @@ class Study:
         start, order = time.monotonic(), random.Random(length)
         for number, row in enumerate(rows):
             running = [one for one in self.series if not one.ended]
-            turn = sum(one.expected(length) for one in running)
-            if number and (time.monotonic() - start > a.seconds or turn > time_left(a)):
+            turn = [one.expected(length) for one in running]
+            if number and (time.monotonic() - start > a.seconds or not in_time(a, *turn)):
                 break
             for one in order.sample(running, len(running)):
                 made = self.run(one, lambda one=one, row=row: self.step(one, row), one.expected(length))
@@ -631,6 +631,7 @@ def setting(text: str) -> str:
 
 @program(
     __doc__,
+    ends=False,  # before it has written what was out of time
     study=Flag("lengths", STUDIES, name="study"),
     shapes=Flag([], SHAPES),
     tasks=Flag([], KINDS),
@@ -659,6 +660,8 @@ def main(a: argparse.Namespace) -> Iterator[Rows]:
         study.switch.set("eager")  # Liger's kernels replace functions that the next models share
         del study
         free_memory()
+        if not in_time(a):
+            break
 
 
 if __name__ == "__main__":

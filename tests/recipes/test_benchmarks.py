@@ -418,16 +418,23 @@ def test_a_series_ends_before_a_step_that_takes_too_long(training, run):
 
 
 @pytest.mark.parametrize(
-    ("calls", "steps", "measured"),
-    [(5, "1", 1), (6, "1", 2), (7, "2", 2)],  # two of the check, two that warm up, then turns of two
+    ("calls", "steps", "measured", "late"),
+    [
+        (5, "1", 1, ["256", "512"]),
+        (6, "1", 2, ["512", "512"]),
+        (7, "2", 2, ["512"]),
+    ],  # two of the check, two that warm up, then turns of two
 )
-def test_what_was_measured_before_the_deadline_is_written(calls, steps, measured, training, run, monkeypatch):
-    module, taken, _ = training
-    monkeypatch.setattr(module, "time_left", lambda a: 1.0 if len(taken) < calls else -1.0)
+def test_what_was_measured_before_the_deadline_is_written(calls, steps, measured, late, training, run, monkeypatch):
+    import harness
+
+    taken = training[1]
+    monkeypatch.setattr(harness, "time_left", lambda a: 1e6 if len(taken) < calls else -1.0)
     flags = ["--shapes", "tiny", "--tasks", "sft", "--implementations", "flashmask", "sdpa", "--steps", 3]
     rows = run("training", *flags, "--lengths", 256, 512)
     assert len(taken) == calls
     figures = [row for row in rows if row["tokens_per_second"] != "out of time"]
+    assert [row["length"] for row in rows if row not in figures] == late
     assert [row["length"] for row in figures] == ["256"] * measured
     assert max(row["steps"] for row in figures) == steps
 
@@ -621,28 +628,30 @@ def test_dense_attention_takes_the_place_of_flashmask():
     torch.testing.assert_close(*logits)
 
 
-def test_calls_in_turns_fail_alone_and_end_at_the_deadline():
+def test_calls_in_turns_fail_alone_and_end_by_the_deadline(monkeypatch):
     import harness
 
     def fails():
         raise torch.OutOfMemoryError("out")
 
     calls, compared = {"fails": fails, "runs": lambda: 1}, []
-    for deadline, turns in ((1e6, 3), (0, 1)):
-        a = argparse.Namespace(deadline=deadline, device="cpu")
-        found = harness.contest(calls, lambda results: compared.append(dict(results)), 3, a)
+    for left, turns in ((1e6, 3), (1e-9, 1)):  # less than a turn takes
+        monkeypatch.setattr(harness, "time_left", lambda a, left=left: left)
+        found = harness.contest(calls, lambda results: compared.append(dict(results)), 3, argparse.Namespace())
         assert (found["fails"], found["runs"].turns) == ("out of memory", turns)
     assert compared == [{"runs": 1}] * 2
 
 
-def test_providers_without_a_step_before_the_deadline_are_left_out(tmp_path, capsys):
-    """Then there may be no row to write."""
+def test_providers_without_a_step_before_the_deadline_are_left_out(tmp_path, capsys, monkeypatch):
+    """Then there may be no row to write. A turn takes four times as long at twice the length."""
     import harness
     import parallel
 
-    late = argparse.Namespace(providers=["whole", "keys"], warmup=0, repeats=1, deadline=0, device="cpu")
-    row = {parallel.VECTORS: torch.zeros(1, 1, 128, 2)}
-    harness.Results(tmp_path / "rows.csv").add(object.__new__(parallel.Bench).measure(row, late))
+    late = argparse.Namespace(providers=["whole", "keys"], warmup=0, repeats=1)
+    row, bench = {parallel.VECTORS: torch.zeros(1, 1, 128, 2)}, object.__new__(parallel.Bench)
+    bench.turn = 64, 1.0
+    monkeypatch.setattr(harness, "time_left", lambda a: 3.9)
+    harness.Results(tmp_path / "rows.csv").add(bench.measure(row, late))
     assert not (tmp_path / "rows.csv").exists()
     says = [f"{name} is left out: no step before the deadline" for name in late.providers]
     assert capsys.readouterr().out.splitlines() == says
