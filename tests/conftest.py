@@ -23,9 +23,7 @@ from tools.support import INTERPRETED, obstacle, requires
 torch.set_num_threads(1)  # tests are small, and several workers share the cores
 
 # Time limits of examples would fail tests on a machine that also does something else.
-settings.register_profile(
-    "untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-)
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
 

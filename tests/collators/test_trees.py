@@ -3,7 +3,7 @@
 import pytest
 import torch
 from datasets import Dataset
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tools.documents import lineage, random_parents
 from tools.tiny import FLOAT32, TRAINER_WARNINGS, VOCAB, assert_exact, llama_config, trainer_settings
@@ -56,7 +56,7 @@ def separate_loss(given_):
     return (alone, total / count) if count else None
 
 
-@settings(max_examples=25)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(examples(), st.sampled_from([{}, {"pad_to_multiple_of": 8}, {"max_length": 48}]))
 def test_loss_and_gradients_are_those_of_the_paths(given_, options):
     separate = separate_loss(given_)
