@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -128,6 +129,7 @@ def keep_float64(monkeypatch: pytest.MonkeyPatch) -> None:
 def assert_exact(got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
     """Assert that float64 tensors are equal up to rounding, relative to the largest entry of them all."""
     largest = max(x.abs().max().item() for x in expected)
+    assert math.isfinite(largest)
     for one, other in zip(got, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=EXACT * largest)
 
@@ -164,7 +166,8 @@ def assert_same_gradients(
 ) -> None:
     """Assert that all gradients are equal up to a bound, relative to the largest entry of all of them."""
     assert gradients.keys() == expected.keys()
-    scale = max(wanted.abs().max() for wanted in expected.values())
+    scale = max(wanted.abs().max().item() for wanted in expected.values())
+    assert math.isfinite(scale)
     for name, wanted in expected.items():
         assert (gradients[name].to(wanted) - wanted).abs().max() < bound * scale, name
 
