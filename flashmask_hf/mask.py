@@ -105,7 +105,8 @@ class FlashMask:
         """The intervals, int32 [B, Hm, Skv, n]; read-only, because the mask caches their plan.
 
         Attention notices changes by PyTorch's operators, but no writes that bypass the version counter: by
-        `indices.data`, views of NumPy and DLPack, collectives, CUDA graphs. After those call `mask.indices.add_(0)`.
+        `indices.data`, views of NumPy and DLPack, collectives, CUDA graphs, other kernels. After those call
+        `mask.indices.add_(0)`.
         """
         return self._indices
 
@@ -196,7 +197,7 @@ class FlashMask:
 
         Raises:
             TypeError: `rows` is something else.
-            ValueError: `rows` selects nothing, has several axes, is not ascending, or lies outside 0..Sq - 1.
+            ValueError: `rows` selects nothing, is not ascending, or lies outside 0..Sq - 1.
 
         Example:
             >>> from flashmask_hf import masks
@@ -217,7 +218,12 @@ class FlashMask:
             raise TypeError(f"rows must be a slice or the numbers of rows [R], got {type(rows).__name__}") from None
         if numbers.numel() == 0:
             raise ValueError("rows must select at least one row, got none")
-        numbers = check_tensor("rows", numbers, "an integer", "[R]").to(torch.int64)  # uint8 would wrap around
+        if numbers.dim() != 1 or numbers.dtype == torch.bool or numbers.is_floating_point() or numbers.is_complex():
+            raise TypeError(
+                f"rows must be a slice or the numbers of rows [R], got {list(numbers.shape)} of {numbers.dtype}; pass "
+                "nonzero()[:, 0] of a bool tensor"
+            )
+        numbers = numbers.to(torch.int64)  # differences of unsigned numbers would wrap around
         if int(numbers[0]) < 0 or int(numbers[-1]) >= total or not bool((numbers.diff() > 0).all()):
             raise ValueError(
                 f"rows must be strictly ascending numbers in 0..{total - 1}, got {numbers[:8].tolist()}"
@@ -382,7 +388,8 @@ class FlashMask:
     ) -> Axes:
         """Draw the mask's tiles (hidden, partial, visible), with the edges of documents marked.
 
-        At most 64 edges are marked. On your own axes call `ax.legend()`.
+        Edges are bounds that several columns share; with more than 64 per side, none is marked there. On your own axes
+        call `ax.legend()`.
 
         Args:
             path: where to save the picture, or None.
