@@ -168,6 +168,7 @@ class Call:
             else:
                 self._prepared[key] = run
                 return results
+        raise AssertionError("no implementation has this pass")
 
     def _problem(self, inputs: Inputs, seed: Tensor | None = None) -> Problem:
         return problem_of(inputs, self.causal, self.arguments, shard=seed is not None and len(seed) > 1)

@@ -209,7 +209,7 @@ REGISTRY: list[Implementation] = [Hopper(), Triton(), Torch(), Reference()]
 class Choice(NamedTuple):
     """The implementations that a call tries in their order.
 
-    `reason` says why impl=None chooses no better one, or is the error's message if none serves.
+    `reason` is the error's message if none serves; else, for impl=None alone, it says why no better one is chosen.
     """
 
     implementations: tuple[Implementation, ...]

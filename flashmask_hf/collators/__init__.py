@@ -5,7 +5,7 @@ All collators share these options:
 * `pad_token_id`: token id of the padding, any id of the vocabulary, because nothing attends to padding.
 * `max_length`, or `row_length` if answers share a question: None packs the batch into one row. A number makes rows of
   exactly that many tokens, filled best-fit-decreasing and padded at the end. Documents and trees are never split.
-* `pad_to_multiple_of`: pad the single row to a multiple of this, which a fixed row length must be.
+* `pad_to_multiple_of`: pad the single row to a multiple of this. A fixed row length must already be a multiple of it.
 * `max_position_embeddings`: the model's number of positions; a longer document or path raises. None: no limit.
 
 Examples are dictionaries. A column that is None counts as absent, and other columns are ignored. Collators raise

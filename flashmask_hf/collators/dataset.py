@@ -61,7 +61,8 @@ def pack_dataset(
     """Pack a tokenized dataset best-fit-decreasing into rows.
 
     Documents without a label after their first token are dropped. Warnings count dropped and truncated documents, in a
-    stream per batch. Rows are deterministic, and `Dataset.map` caches them on disk with bounded memory.
+    stream per batch. Rows are deterministic, ordered by their first document, and `Dataset.map` caches them on disk
+    with bounded memory.
 
     Rows are for `DataCollatorForPackedLanguageModeling`. Their `input_ids` and `labels` hold document boundaries, so
     no trainer can drop them, and stock collators raise.
@@ -75,8 +76,9 @@ def pack_dataset(
         truncation_mode: what to do with a longer document otherwise: "error", "keep_start" or "keep_end".
         completion_only_loss: as in `DataCollatorForPackedLanguageModeling`.
         loss_mean: "example" divides weights by the example's number of labels; "token" does not.
-        max_position_embeddings: the limit of a document, or None.
-        batch_size: number of examples packed together; None is 4,000 for a Dataset and 1,000 for an IterableDataset.
+        max_position_embeddings: the model's number of positions, the limit of a document, or None.
+        batch_size: number of examples packed together. Larger batches pack tighter, and delay a stream's first row.
+            None is 4,000 for a Dataset and 1,000 for an IterableDataset.
         num_proc: number of processes, for a `Dataset`.
         row_length: maximum number of tokens of a row, at least `max_length`; None is `max_length`.
         share_prefixes: compute common prefixes of examples once per row, for causal models in `PackedSFTTrainer`; their
@@ -93,9 +95,9 @@ def pack_dataset(
     Raises:
         TypeError: an argument or a column has another type.
         ValueError: an argument is out of range; the dataset is empty, packed, or has a transform or no labels; or an
-            example is empty, too long or padded, has an empty completion, negative token ids, or columns that do not
-            fit. With weights or `share_prefixes`, also for labels other than the token or -100, and for
-            `token_type_ids`; with `share_prefixes` for `split`.
+            example is empty, too long or padded, has an empty completion, negative token ids, or columns of different
+            lengths, or lacks a column that others have. With weights or `share_prefixes`, also for labels other than
+            the token or -100, and for `token_type_ids`; with `share_prefixes` for `split`.
 
     Example:
         >>> dataset = Dataset.from_dict({"input_ids": [[1, 2, 3], [4, 5], [6], [7, 8]]})

@@ -27,9 +27,9 @@ class DataCollatorForPackedEncoders(RowPacker):
     An example has `input_ids`, a sequence of integers, or is a packed row of `pack_dataset`. `labels` and
     `token_type_ids` are used unchanged, so a token's label is its own.
 
-    Positions count from 0; "flashmask" adds the offset of RoBERTa. For one embedding per document, take the token with
-    `position_ids` 0 and non-zero mask indices, or average tokens with the same mask indices. BERT's `pooler_output`
-    belongs to a row's first document.
+    Positions count from 0; "flashmask" adds the offset of models such as RoBERTa. For one embedding per document, take
+    the token with `position_ids` 0 and non-zero mask indices, or average the tokens of a row with the same mask
+    indices. BERT's `pooler_output` belongs to a row's first document.
 
     `flashmask_hf.collators` describes the options and errors.
 

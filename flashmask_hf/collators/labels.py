@@ -51,7 +51,8 @@ def read_labels(
 def read_weights(value: Any, labels: NDArray[Any], name: str) -> tuple[NDArray[Any], NDArray[np.float32]]:
     """Return an example's labels, integers [n], ignored where the weight is 0, and their weights, float32 [n].
 
-    Raises a TypeError or ValueError unless `value` is a number or one number per token, of at most 1e20.
+    Raises a TypeError unless `value` is a number or a flat sequence of numbers, and a ValueError for a number that is
+    not finite or over 1e20, or numbers that are not one per token.
     """
     try:
         given = np.asarray(value)

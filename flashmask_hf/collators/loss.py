@@ -24,7 +24,7 @@ def diffusion_loss(
     """Return the weighted cross entropy of noised tokens per label, noised or not (BD3LM, MDLM, LLaDA).
 
     Set `model.loss_function = diffusion_loss` to train in transformers' Trainer, which does not count a label at the
-    start of a row.
+    start of a row, unlike `PackedDiffusionTrainer`.
 
     Args:
         logits: [R, S, V].

@@ -39,8 +39,9 @@ class DataCollatorForSharedQuestion(PackingCollator):
 
     Args:
         max_length: maximum number of tokens of a question with one answer; None is no limit.
-        truncation_mode: what to do if a question with its longest answer exceeds `max_length`: "error" raises,
-            "keep_start" cuts the end of long answers, with a warning, "keep_end" the start of questions without images.
+        truncation_mode: what to do if a question with its longest answer exceeds `max_length`. "error" raises.
+            "keep_start" cuts the end of every answer that is too long, and warns once. "keep_end" cuts the start of the
+            question; it raises for images.
         read_images: reads raw examples with images, as `flashmask_hf.trainers.images.VisionPreferences` does.
         rope_index: `RopeIndex.of(model)` for raw examples, or None for models whose tokens have one position.
 

@@ -41,8 +41,8 @@ class DataCollatorForMultiAnswerReward(PackingCollator):
 
     Args:
         score_margin: a pair's margin is `score_margin` times the difference of its scores (Llama 2,
-            https://huggingface.co/papers/2307.09288, equation 2), which, or a `margin`, an example then needs.
-            `flashmask_hf.collators` describes the other options and errors.
+            https://huggingface.co/papers/2307.09288, section 3.2.2, equation 2), 0 for none. An example then needs
+            `scores` or a `margin`. `flashmask_hf.collators` describes the other options and errors.
 
     Returns:
         dict[str, Tensor]: for B examples with at most N answers each, padded to N:
@@ -56,8 +56,8 @@ class DataCollatorForMultiAnswerReward(PackingCollator):
         * `packed_index`, int64 [B * N, 1]: the index in the flattened rows of each last token.
 
     Raises:
-        ValueError: also for fewer than two answers, an empty answer, wrong scores, or a margin of other than two
-            answers.
+        ValueError: also for fewer than two answers, an empty answer, scores that are not finite or all equal, or a
+            margin of other than two answers.
 
     Example:
         >>> examples = [
@@ -160,7 +160,7 @@ class DataCollatorForMultiAnswerReward(PackingCollator):
 def answer_scores(scores: Any, count: int, name: str) -> NDArray[np.float32]:
     """Return an example's scores, float32 [count]; None, for ranked answers, gives count - 1, ..., 0.
 
-    Raises a TypeError or ValueError unless they are `count` finite numbers, not all equal.
+    Raises a TypeError for scores that are not numbers, and a ValueError if they are not `count`, not finite, or equal.
     """
     if scores is None:
         return np.arange(count - 1, -1, -1, dtype=np.float32)

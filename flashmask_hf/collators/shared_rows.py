@@ -51,7 +51,8 @@ def find_starts(
 ) -> NDArray[np.bool_] | None:
     """Return the first tokens of a batch's documents, bool [N, L]; None if a document has a hole, or positions jump.
 
-    `numbers`, int64 [N, L], number documents, 0 is padding. They start at `starts`, bool [N, L], and in each row.
+    `numbers`, int64 [N, L], number documents, 0 is padding; `positions`, int64 [N, L], increase by one in a document;
+    documents start at `starts`, bool [N, L], and at the first token of each row.
     """
     real = numbers != 0
     first = real & (starts | (np.cumsum(real, 1) == 1))
@@ -96,10 +97,11 @@ def pack_shared(
     Args:
         input_ids: int64 [N, L], sequences padded on any side, or flat rows of several sequences.
         attention_mask: [N, L], 0 for padding; numbers that grow along a row count its sequences. None: no padding.
-        position_ids: int64 [N, L], 0 at the first token of each sequence of flat rows, or its column after padding or
-            another number of the mask, equal under RoPE. None: a sequence per row, or per number of the mask.
-        scored: bool or int [N, K], nonzero for tokens of the last K columns to score. None: all. Padding and first
-            tokens are never scored.
+        position_ids: int64 [N, L], 0 at the first token of each sequence of flat rows. After padding or another number
+            of the mask, its column will do: the packed rows restart at 0, which is equal under RoPE. None: a sequence
+            per row, or per number of the mask.
+        scored: bool or int [N, K], nonzero for tokens of the last K columns to score. None: all. Padding and the first
+            token of a sequence are never scored.
         max_length: as in `flashmask_hf.collators`; sequences with a common first token stay in one row.
         pad_to_multiple_of: see there.
 
@@ -163,7 +165,8 @@ def gather_logps(
         hidden: [R, S, H], the model's last hidden states of `rows.batch`.
         head: returns logits [m, V] of hidden states [m, H], such as `model.lm_head`, with any scale or softcap.
         rows: of `pack_shared`.
-        temperature: divisor of the logits, a number, or a tensor [N, 1] or [N, K].
+        temperature: divisor of the logits, a number, or a tensor [N, 1] for each row of the batch or [N, K] for each
+            token of `scored`.
         chunk: most tokens with logits at a time, at least 1.
         entropy: whether to return the predictions' entropies, too.
 

@@ -27,8 +27,9 @@ class DataCollatorForTrees(RowPacker):
     index of each segment's parent, -1 for a root. `labels` have the layout of `input_ids`; without them, every token
     but the first of a root is learned. Set `remove_unused_columns=False`, so that trainers keep `parents`.
 
-    A causal model predicts a token from the token before it in the row. So a segment gives each child its last token.
-    Loss and gradients equal training on every path alone, with a shared token's label in the first path only.
+    A causal model predicts a token from the token before it in the row, which at a branch belongs to a sibling. So a
+    segment gives each child its last token. Loss and gradients equal training on every root-to-leaf path alone, with a
+    shared token's label in the first path only.
 
     Returns:
         dict[str, Tensor]: `input_ids`, `labels` and `position_ids`, int64 [rows, S]; and `startend_row_indices`, int32

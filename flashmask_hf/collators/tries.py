@@ -94,7 +94,8 @@ def pack_shared_rows(
 
     Sequences whose weights of one token have unlike signs do not share it: a sum would lose their absolute values.
 
-    Sequences are integers, [n] each with n in 1..row_length, with weights [n]. Returns columns of rows as
+    Sequences are integers, [n] each with n in 1..row_length, and weights what the label at each token counts, [n].
+    Returns `input_ids`, `label_weights`, `seq_lengths` and, with `share`, `example_lengths` of each row, as
     `pack_dataset` describes them, without the empty lists.
     """
     trees: list[tuple[Forest, NDArray[np.float32], list[int]]] = []

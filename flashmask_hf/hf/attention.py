@@ -35,7 +35,8 @@ def attention_forward(
     """Return the attention of one layer, with the signature of `sdpa_attention_forward` in `transformers/integrations`.
 
     The mask is the first of these that exists: what `mask_hook` merged; the caller's `FlashMask`; the caller's
-    `startend_row_indices` in the layer's `sliding_window`; what `mask_hook` returned; causal or full by `is_causal`.
+    `startend_row_indices`, in the layer's `sliding_window`, which is measured by position; what `mask_hook` returned;
+    causal or full by `is_causal`.
 
     Args:
         module: the attention layer; `is_causal` (True if missing) and `training` are read.
@@ -74,7 +75,7 @@ def attention_forward(
 
 
 def check_layer(module: nn.Module, kwargs: dict[str, Any], implementation: str) -> None:
-    """Check a layer's keywords, once per class and types of keywords.
+    """Check a layer's keywords, once per class and types of keywords; and what may change, in every layer.
 
     Arguments as in `check_keywords`.
 

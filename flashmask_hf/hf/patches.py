@@ -125,8 +125,9 @@ def leave_documents_to_hook(module: Any) -> None:
     Patched: `transformers.masking_utils._preprocess_mask_arguments`. In a call it gets no positions. Without a call
     (models compiled in place, submodels run by hand), it returns document numbers as the 2D mask (`mask_hook.NUMBERS`).
 
-    Why: transformers looks for documents only without cache and mask, and models default to `use_cache=True`. It then
-    evaluates masks at `position_ids`: Gemma 3 would look up the image blocks of the row's first document.
+    Why: transformers looks for documents only without cache and mask, and models default to `use_cache=True`. Where
+    it finds them, it evaluates masks at `position_ids` instead of rows: Gemma 3 would look up the image blocks of the
+    row's first document.
     """
     signatures = [[*_MASK_ARGUMENTS[:3], cache, *_MASK_ARGUMENTS[3:]] for cache in _CACHES]
     _wrap_function(module, "_preprocess_mask_arguments", signatures, _preprocess, "prepares masks")
@@ -170,8 +171,9 @@ def refuse_unsupported_models(model_class: Any) -> None:
 
     Patched: `PreTrainedModel.get_correct_attn_implementation`, which runs when a model's attention is set.
 
-    Why: Falcon, GPT-J and a few more look the name up in a dict of their classes, and would fail or keep them. Others
-    have one attention, which would add the mask hook's integers to its scores. Towers that ask for no mask (timm) stay.
+    Why: Falcon, GPT-J and a few more look the name up in a dict of their classes, and would fail with a KeyError or
+    keep their classes. Others have one attention, which would silently add the mask hook's integers to its scores.
+    Towers with their own attention that ask for no mask (timm) stay.
     """
     signature = ["self", "requested_attention", "is_init_check"]
     _wrap_function(model_class, "get_correct_attn_implementation", [signature], _choose_attention, "chooses attention")

@@ -29,7 +29,7 @@ class Rule(NamedTuple):
     Attributes:
         name: the wrong set-up, as docs/wrong_setups.md lists it, or what is rewritten.
         run: returns a check's `Verdict`, or a rewrite's new arguments by name; None if all is well. It reads tensors'
-            values only on the device.
+            values only on the device, and only if the call can break the rule.
         given: arguments without which the rule does not apply.
         ours: whether the rule applies under this package's attention only.
         config: attribute without which a config is not looked at.

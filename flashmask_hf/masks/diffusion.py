@@ -1,7 +1,7 @@
 """Masks of block diffusion language models (BD3LM, ICLR 2025, https://arxiv.org/abs/2503.09573).
 
-The paper's order, first the noisy half, needs more than two hidden intervals per key. In mirrored order all rows that
-see a key are neighbours.
+The paper's order, first the noisy half, needs more than two hidden intervals per key for packed documents. In mirrored
+order all rows that see a key are neighbours.
 """
 
 from __future__ import annotations
@@ -142,7 +142,10 @@ def block_diffusion_order(
 def _mirrored_rows(
     lengths: Lengths, block_size: int, copies: int, kv_len: int | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the rows [first, last) that see each row, its token, and whether it is noisy: [B, 1, kv_len] each."""
+    """Return the rows [first, last) that see each row, its token, and whether it is noisy.
+
+    Tensors are int64, and bool, [B, 1, kv_len]; padding is seen up to row 0.
+    """
     documents, _ = batch_lengths("lengths", lengths, None)
     copies = as_integer("copies", copies, 1, why="training needs a noisy copy; block_causal has none")
     packed = [[(copies + 1) * length for length in row] for row in documents]

@@ -34,8 +34,8 @@ def random_eviction(
         . . 1 . 1
 
     Args:
-        evict_from: int tensor or array [B, Hm, kv_len]: the first position that no longer sees key j, in j+1..kv_len
-            (never). The host reads it. None draws it uniformly.
+        evict_from: int tensor or array [B, Hm, kv_len]: the first position that no longer sees key j, in j+1..kv_len;
+            kv_len is never. The host reads it. None draws it uniformly.
         generator: draws on its own device, where the mask stays. None is torch's CPU default.
         batch: batch entries to draw for.
         heads: mask heads to draw for.

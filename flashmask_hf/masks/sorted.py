@@ -115,7 +115,8 @@ def check_choice(kind: Literal["keep", "bucket"], q: Tensor, k: Tensor) -> None:
 def first_hidden_rows(mask: FlashMask | None, q: Tensor, k: Tensor) -> Tensor | None:
     """Return the row from which `mask` hides each key, int32 [B or 1, Hm, Skv], or None for no mask.
 
-    Raises unless the mask is causal with n = 1 bound, and fits q [B, Hq, Sq] and k [B, Hkv, Skv].
+    Raises a TypeError for other types, and a ValueError for a mask that is not causal with n = 1 bound, or does not fit
+    q [B, Hq, Sq] and k [B, Hkv, Skv].
     """
     if mask is None:
         return None
