@@ -72,6 +72,14 @@ def test_a_cell_says_why_it_has_no_figure(figures):
     ]
 
 
+def test_a_cell_has_one_row_and_lines_are_in_order(figures):
+    row = {"task": "b", "length": "8192"}
+    with pytest.raises(ValueError, match="too many values"):
+        figures[0].cell("{length}", task="b")([row, row])
+    rows = [row, row | {"length": "512"}, row | {"task": "a"}]
+    assert figures[0].ordered(rows, "task", "length") == [[rows[2]], [rows[1]], [row]]
+
+
 def test_ratios_leave_out_what_was_not_timed(figures):
     tables, write = figures
     write(

@@ -28,6 +28,7 @@ from results import (
     gain,
     groups,
     name_of,
+    ordered,
     read,
     read_all,
     select,
@@ -182,16 +183,22 @@ def image_cases() -> list[list[Row]]:
     return groups(sorted(rows, key=lambda row: row["shape"], reverse=True), "shape", "length", "task")
 
 
+def embedding_cases() -> list[list[Row]]:
+    """Return the rows of embedding models and rerankers, in groups of one case."""
+    cases = groups(read_all("embeddings_*"), "shape", "case", "size")
+    order = [*EMBEDDING_CASES].index
+    return sorted(cases, key=lambda case: (case[0]["shape"], order(case[0]["case"]), int(case[0]["size"])))
+
+
 def padded_cases() -> list[list[Row]]:
-    """Return the rows of embedding models and rerankers but for other flat rows, in groups of one case."""
-    rows = [row for row in read_all("embeddings_*") if "_flat" not in row["provider"]]
-    return groups(rows, "shape", "case", "size")
+    """Return the `embedding_cases` but for other flat rows."""
+    return [[row for row in case if "_flat" not in row["provider"]] for case in embedding_cases()]
 
 
 def draft_cases() -> list[list[Row]]:
     """Return the rows of drafters with a rate, in groups of one layer and length that both ways ran."""
     rows = [{**row, RATE: str(round(1e9 / float(row["milliseconds"])))} for row in timed(read_all("drafts_*"))]
-    return [case for case in groups(rows, "task", "length") if len(case) == 2]
+    return [case for case in ordered(rows, "task", "length") if len(case) == 2]
 
 
 def share_of(row: Row) -> str:

@@ -133,3 +133,8 @@ def groups(rows: Iterable[Row], *by: str) -> list[list[Row]]:
     for row in rows:
         found.setdefault(tuple(row[name] for name in by), []).append(row)
     return list(found.values())
+
+
+def ordered(rows: Iterable[Row], *by: str) -> list[list[Row]]:
+    """Return the `groups` in the order of the columns `by`, whole numbers by their value."""
+    return sorted(groups(rows, *by), key=lambda case: [int(x) if x.isdigit() else x for x in map(case[0].get, by)])

@@ -14,6 +14,7 @@ from charts import (
     EMBEDDING_WAYS,
     GALLERY,
     IMAGE_WAYS,
+    embedding_cases,
     headlines,
     image_cases,
     share_of,
@@ -28,6 +29,7 @@ from results import (
     gain,
     groups,
     name_of,
+    ordered,
     read,
     read_all,
     select,
@@ -82,17 +84,19 @@ def spread(values: Sequence[float]) -> str:
 def cell(form: str, missing: str = "", **values: str) -> Cell:
     """Return a cell with the columns, such as "{tokens:,.0f}", of the row that has these values.
 
-    Without a row or its figure it is `missing`. A row that was not timed shows the beginning of its `status`.
+    Without a row or its figure it is `missing`. A row that was not timed shows the beginning of its `status`. Two rows
+    raise.
     """
 
     def shown(rows: list[Row]) -> str:
         found = select(rows, **values)
         if not found:
             return missing
+        (row,) = found
         if not timed(found):
-            return found[0].get("status", missing).partition(":")[0]
+            return row.get("status", missing).partition(":")[0]
         try:
-            return form.format_map(found[0])
+            return form.format_map(row)
         except ValueError:  # an empty figure
             return missing
 
@@ -200,7 +204,7 @@ def peers_widths() -> str:
     def ratio(name: str, rows: list[Row]) -> str:
         found = ratios(rows, "both_tflops", "flashmask", name, "mask")
         tried = [row for row in rows if not row["status"].startswith("cannot")]
-        return spread(found) if found else cell("", "not run", provider=name)(tried)
+        return spread(found) if found else cell("", "not run")(select(tried, provider=name)[:1])
 
     lines = sorted(groups(rows, "head_dim", "v_head_dim"), key=lambda rows: -int(rows[0]["head_dim"]))
     columns = {"head_dim": _width} | {name_of(name): partial(ratio, name) for name in names}
@@ -310,7 +314,7 @@ def drafts() -> str:
         return f"{float(other) / float(ours):.2f}x" if ours and other else "-"
 
     columns["gain"] = faster
-    return table(groups(rows, "task", "length"), columns)
+    return table(ordered(rows, "task", "length"), columns)
 
 
 def decoding() -> str:
@@ -320,8 +324,7 @@ def decoding() -> str:
     for kind, column in (("CUDA graph", "graph_us"), ("eager", "eager_us")):
         for batch in dict.fromkeys(row["batch"] for row in rows):
             columns[f"{kind}, batch {batch}"] = _ratio(column, "flashmask", "sdpa_dense", "case", batch=batch)
-    lines = sorted(groups(rows, "length", "kv_heads"), key=lambda line: int(line[0]["length"]))
-    return table(lines, columns)
+    return table(ordered(rows, "length", "kv_heads"), columns)
 
 
 def short() -> str:
@@ -407,8 +410,7 @@ def settings() -> str:
     figures = partial(cell, f"{{{RATE}:,.0f}} / {{peak_gib:.1f}}")
     columns |= {words: figures(setting=name) for name, words in SETTINGS.items() if select(rows, setting=name)}
     columns["first compiled step"] = cell("{first_step_seconds:.0f} s", setting="compiled")
-    lines = sorted(groups(rows, "shape", "length"), key=lambda line: (line[0]["shape"], int(line[0]["length"])))
-    return table(lines, columns)
+    return table(ordered(rows, "shape", "length"), columns)
 
 
 def alignment() -> str:
@@ -471,8 +473,11 @@ def _ways(lines: Sequence[list[Row]], ways: Mapping[str, str], digits: int = 0) 
 
     def figures(name: str, line: list[Row]) -> str:
         rows = select(line, implementation=name)
+        if not rows:
+            return "-"
+        (row,) = rows
         form = f"{{{RATE}:,.0f}} / {{peak_gib:.{digits}f}}" if trained(rows) else f"{{{RATE}}}"
-        return form.format_map(rows[0]) if rows else "-"
+        return form.format_map(row)
 
     ran = {row["implementation"] for line in lines for row in line}
     return {way: partial(figures, name) for name, way in ways.items() if name in ran}
@@ -489,8 +494,7 @@ def images() -> str:
 
 def embeddings() -> str:
     """Embedding models and rerankers beside padded batches, and their chart."""
-    lines = groups(read_all("embeddings_*"), "shape", "case", "size")
-    columns: Columns = {"model": "{shape}"}
+    lines, columns = embedding_cases(), Columns({"model": "{shape}"})
     columns["batch"] = lambda line: f"{line[0]['size']}, {EMBEDDING_CASES[line[0]['case']]}"
     columns |= {"tokens": "{tokens:,.0f}", "padding": "{padding:.0%}"} | _ways(lines, EMBEDDING_WAYS, 1)
     return table(lines, columns)
