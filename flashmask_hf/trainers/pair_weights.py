@@ -6,6 +6,7 @@ the model's output `log_sum_sq_probs` takes the weights in.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 from unittest import mock
@@ -48,9 +49,8 @@ class PairWeightsMixin:
         check_pair_weights(self.args)
         inputs = dict(inputs)
         weights = inputs.pop(PAIR_WEIGHTS)
-        if model.training:
-            mean = weights.sum() if self._mean_weight is None else self._mean_weight
-            weights = weights * len(weights) / mean.where(mean > 0, 1.0)
+        mean = self._mean_weight if model.training and self._mean_weight is not None else weights.sum()
+        weights = weights * len(weights) / mean.where(mean > 0, 1.0)
         weigh = functools.partial(_weigh, weights=weights, has_weights=self.use_weighting)
         with mock.patch.object(self, "use_weighting", True):
             return super()._compute_loss(with_changed_outputs(model, weigh), inputs, return_outputs)
@@ -61,9 +61,12 @@ class PairWeightsMixin:
         if PAIR_WEIGHTS in inputs:
             weights = weights * inputs[PAIR_WEIGHTS].to(weights.device)
             inputs = {**inputs, PAIR_WEIGHTS: weights}
+        elif not weights.all():
+            with contextlib.suppress(ValueError):  # losses without weights include the repeated pairs
+                check_pair_weights(self.args)
+                inputs = {**inputs, PAIR_WEIGHTS: weights}
         step = super().prediction_step(model, inputs, *args, **kwargs)
-        mean = step[0] * len(weights) / weights.sum() if PAIR_WEIGHTS in inputs else step[0]
-        self._record(mean, weights.sum())
+        self._record(step[0], weights.sum())
         return step
 
 

@@ -179,7 +179,7 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, SplitAnswersMixin,
     ) -> Any:
         """Compute the loss of one batch, a mean over its questions."""
         check_compiled(model, inputs[VECTORS].device)
-        labels = ("answer_counts", "token_counts", "scores", "margins")
+        labels = ("answer_counts", "token_counts", "scores", "margins", "read_once")
         rows = {key: value for key, value in inputs.items() if key not in labels}
         outputs = self._on_shards(model)(**rows, use_cache=False)
         scores, counts = inputs["scores"], inputs["answer_counts"]
@@ -189,10 +189,11 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, SplitAnswersMixin,
         rewards = outputs.logits.float().view(scores.shape).gather(1, first)
         real = torch.arange(scores.shape[1], device=scores.device) < counts[:, None]
         beats = (scores[:, :, None] > scores[:, None]) & real[:, :, None] & real[:, None]
-        loss = LOSSES[self.loss_type](rewards - inputs.get("margins", 0.0), beats).mean()
+        losses = LOSSES[self.loss_type](rewards - inputs.get("margins", 0.0), beats)
         if self.args.center_rewards_coefficient is not None:
             sums = rewards[:, :, None] + rewards[:, None]
-            loss = loss + self.args.center_rewards_coefficient * pair_mean(sums**2, beats).mean()
+            losses = losses + self.args.center_rewards_coefficient * pair_mean(sums**2, beats)
+        loss = losses[inputs["read_once"]].mean() if "read_once" in inputs else losses.mean()
         self._add_metrics("train" if model.training else "eval", rewards.detach(), real, beats, inputs)
         if not return_outputs:
             return loss
@@ -237,8 +238,9 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, SplitAnswersMixin,
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Run Trainer's `prediction_step`, and record the loss of the batch's questions and their number."""
-        step = super().prediction_step(model, inputs, *args, **kwargs)
-        self._record(step[0], self._read_once(len(inputs["answer_counts"])).sum())
+        once = self._read_once(len(inputs["answer_counts"]))
+        step = super().prediction_step(model, {**inputs, "read_once": once.bool()}, *args, **kwargs)
+        self._record(step[0], once.sum())
         return step
 
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:

@@ -102,12 +102,18 @@ def pairs(shards: list[int]) -> Any:
 
 
 def compared(kind: Any, config: Any, load: Any, *models: str) -> Any:
-    """Return a case that trains past the end of a stream of pairs, whose last batches differ, and evaluates it."""
+    """Return a case that evaluates five pairs, then trains on and evaluates a stream of pairs past its end.
+
+    The last batches of both differ among the processes.
+    """
 
     def case(group: Any) -> dict[str, Any]:
         data = IterableDataset.from_generator(pairs, gen_kwargs={"shards": [7, 4, 4]})
         options = {"max_steps": 6, "eval_strategy": "steps", "eval_steps": 3, "per_device_train_batch_size": 2}
-        given = {name: load(llama_config(num_labels=1), attn_implementation="flashmask") for name in ("model", *models)}
+        options |= {"per_device_eval_batch_size": 2}
+        torch.manual_seed(0)
+        settings = llama_config(num_labels=1, initializer_range=0.3)
+        given = {name: load(settings, attn_implementation="flashmask") for name in ("model", *models)}
         trainer = kind(
             **given,
             args=config(**trainer_settings(tempfile.mkdtemp()) | options, max_length=64),
@@ -115,9 +121,10 @@ def compared(kind: Any, config: Any, load: Any, *models: str) -> Any:
             eval_dataset=data,
             processing_class=word_tokenizer(),
         )
+        mean = trainer.evaluate(Dataset.from_list(preference_rows(5)))["eval_loss"]
         trainer.train()
         logs: Any = trainer.state.log_history
-        return {name: sum(name in entry for entry in logs) for name in ("loss", "eval_loss")}
+        return {name: sum(name in entry for entry in logs) for name in ("loss", "eval_loss")} | {"mean": mean}
 
     return case
 

@@ -441,7 +441,8 @@ class Stock:
     """TRL's part of what the mixin extends."""
 
     def prediction_step(self, model, inputs):
-        return (inputs["pair_weights"] * torch.tensor([3.0, 5.0, 7.0, 9.0])).mean(), None, None
+        weights = inputs["pair_weights"]
+        return (weights * torch.tensor([3.0, 5.0, 7.0, 9.0])).sum() / weights.sum(), None, None
 
     def evaluation_loop(self, inputs, metric_key_prefix):
         loss, _, _ = self.prediction_step(None, inputs)
@@ -452,7 +453,7 @@ class LastBatch(EvenBatchesMixin, pair_weights.PairWeightsMixin, Stock):
     """The second of two ranks: seven pairs are left, and accelerate fills its batch of four with an earlier pair."""
 
     _copies, _counts_rows, _metrics = 1, True, {"eval": {}}
-    args = types.SimpleNamespace(logging_nan_inf_filter=True)
+    args = types.SimpleNamespace(logging_nan_inf_filter=True, loss_type=["sigmoid"])
     accelerator = types.SimpleNamespace(
         device="cpu", num_processes=1, process_index=1,
         gather=lambda x: x, gather_for_metrics=lambda _: torch.arange(3) + 2**32,
@@ -463,6 +464,8 @@ def test_pairs_that_fill_the_last_batch_of_an_evaluation_do_not_count():
     weights = torch.tensor([1.0, 0.0, 2.0, 4.0])
     found = LastBatch().evaluation_loop({"attention_mask": torch.ones(8), "pair_weights": weights})
     assert found.metrics == {"eval_loss": pytest.approx((1 * 3 + 2 * 7) / 3, rel=FLOAT32)}
+    found = LastBatch().evaluation_loop({"attention_mask": torch.ones(8)})
+    assert found.metrics == {"eval_loss": pytest.approx((3 + 5 + 7) / 3, rel=FLOAT32)}
 
 
 def test_wrong_weights_of_pairs_raise(model_path, tokenizer, tmp_path, monkeypatch):

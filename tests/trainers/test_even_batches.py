@@ -64,6 +64,12 @@ def test_a_stream_of_pairs_trains_on_several_processes(found, name):
     assert (outcome["loss"], outcome["eval_loss"]) == (6, 2)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["dpo", "reward"])
+def test_pairs_that_fill_the_last_batch_do_not_count(found, name):
+    assert result(found, 2, name)["mean"] == pytest.approx(result(found, 1, name)["mean"], rel=BOUND)
+
+
 @FUSED_HEAD
 @pytest.mark.full
 def test_diffusion_on_several_processes_divides_by_all_labels(found):
