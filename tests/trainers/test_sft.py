@@ -17,6 +17,7 @@ from trl import SFTConfig, SFTTrainer
 from flashmask_hf.collators import DataCollatorForPackedLanguageModeling, pack_dataset
 from flashmask_hf.trainers import PackedSFTTrainer
 from flashmask_hf.trainers import sft as sft_trainer
+from flashmask_hf.trainers.resume import ResumeMixin
 from flashmask_hf.trainers.sft_data import packing_report
 
 pytestmark = TRAINER_WARNINGS
@@ -189,56 +190,73 @@ def test_a_resumed_run_counts_on_and_refuses_rows_that_are_packed_otherwise(tmp_
         trainer_of(packing=True).train(resume_from_checkpoint=checkpoint)
     with pytest.raises(ValueError, match="share_prefixes must be False, as in the checkpoint, got True"):
         trainer_of(share_prefixes=True).train(resume_from_checkpoint=checkpoint)
-    with pytest.raises(ValueError, match="rows per optimizer step must be 1, as in the checkpoint, got 2; set it back"):
+    product = "per_device_train_batch_size x gradient_accumulation_steps x processes must be 1, .*, got 2"
+    with pytest.raises(ValueError, match=f"^{product}; set it back"):
         trainer_of(gradient_accumulation_steps=2).train(resume_from_checkpoint=checkpoint)
+    retried = trainer_of(auto_find_batch_size=True)
+    with pytest.raises(ValueError, match=f"^{product}; auto_find_batch_size changed it"):
+        retried._inner_training_loop(2, retried.args, checkpoint)
     trainer_of(16, ignore_data_skip=True, max_steps=3).train(resume_from_checkpoint=checkpoint)
 
 
-@pytest.mark.parametrize("accumulated", [1, 2])
-def test_a_run_resumes_at_its_place_in_a_stream(tmp_path, accumulated):
-    """The checkpoint is in the middle of the second epoch, and Trainer counts no epochs of a stream."""
-    documents = Dataset.from_dict({"input_ids": [list(range(at, at + 8)) for at in (5, 20, 40, 50) * accumulated]})
-    runs = []
-    for checkpoint in (None, str(tmp_path / "checkpoint-6")):
-        torch.manual_seed(0)
-        options = {"per_device_train_batch_size": 1, "max_steps": 8, "save_strategy": "steps", "save_steps": 6}
-        options["gradient_accumulation_steps"] = accumulated
-        trainer = PackedSFTTrainer(
-            AutoModelForCausalLM.from_config(llama_config(), attn_implementation="flashmask"),
-            SFTConfig(**trainer_settings(tmp_path) | options, max_length=8),
-            train_dataset=documents.to_iterable_dataset(),
-            processing_class=word_tokenizer(),
-        )
-        trainer.train(resume_from_checkpoint=checkpoint)
-        runs.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
-    assert len(runs[0]) == 8
-    assert runs[0] == runs[1]
-
-
-def test_a_stream_starts_anew_if_a_resumed_run_asks_for_it(tmp_path, monkeypatch):
-    """Trainer is told to skip no batch."""
-    seen, step = [], PackedSFTTrainer.training_step
-    starts, start = [], PackedSFTTrainer._init_training_state
+@pytest.mark.parametrize(
+    ("before", "after", "saved", "steps", "anew"),
+    [
+        ((1, 2), (1, 2), 6, 8, False),
+        ((2, 2), (1, 4), 6, 8, False),
+        ((2, 2), (4, 1), 6, 8, False),
+        ((1, 1), (1, 1), 2, 2, False),
+        ((1, 1), (1, 1), 2, 2, True),
+    ],
+    ids=["same", "smaller", "larger", "extended", "ignore_data_skip"],
+)
+def test_a_run_resumes_at_its_place_in_a_stream(tmp_path, monkeypatch, before, after, saved, steps, anew):
+    """An epoch has four steps, which Trainer does not count. Batch size and accumulation may change with each other."""
+    rows = before[0] * before[1]
+    documents = Dataset.from_dict({"input_ids": [list(range(at, at + 8)) for at in range(5, 5 + 4 * rows)]})
+    read, losses, starts = [], [], []
+    step, start = PackedSFTTrainer.training_step, PackedSFTTrainer._init_training_state
     monkeypatch.setattr(
         PackedSFTTrainer, "_init_training_state", lambda *a, **k: (starts.append(start(*a, **k)), starts[-1])[1]
     )
     monkeypatch.setattr(
         PackedSFTTrainer,
         "training_step",
-        lambda *a, **k: (seen.append(a[2]["input_ids"][0, 0].item()), step(*a, **k))[1],
+        lambda *a, **k: (read.extend(a[2]["input_ids"].flatten()[::8].tolist()), step(*a, **k))[1],
     )
-    documents = Dataset.from_dict({"input_ids": [list(range(at, at + 8)) for at in (5, 20, 40)]})
-    for checkpoint in (None, str(tmp_path / "checkpoint-1")):
-        options = {"per_device_train_batch_size": 1, "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    for checkpoint, last, (batch, accumulated) in ((None, steps, before), (f"checkpoint-{saved}", 8, after)):
+        torch.manual_seed(0)
+        options = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulated, "max_steps": last}
+        options |= {"save_strategy": "steps", "save_steps": saved, "ignore_data_skip": anew}
         trainer = PackedSFTTrainer(
             AutoModelForCausalLM.from_config(llama_config(), attn_implementation="flashmask"),
-            SFTConfig(**trainer_settings(tmp_path) | options, max_length=8, ignore_data_skip=checkpoint is not None),
+            SFTConfig(**trainer_settings(tmp_path) | options, max_length=8),
             train_dataset=documents.to_iterable_dataset(),
             processing_class=word_tokenizer(),
         )
-        trainer.train(resume_from_checkpoint=checkpoint)
-    assert seen == [5, 20, 5]
-    assert [batches for _, batches in starts] == [0, 0]
+        trainer.train(resume_from_checkpoint=checkpoint and str(tmp_path / checkpoint))
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    first = 0 if anew else saved
+    order = [*range(steps * rows), *range(first * rows, (first + 8 - saved) * rows)]
+    assert read == [5 + n % (4 * rows) for n in order]
+    assert starts == [(0, 0), (first // 4, first % 4 * after[1])]
+    assert len(losses[1]) == 8
+    assert before != after or losses[0] == losses[1][:steps]
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+def test_shards_of_a_stream_are_read_by_as_many_ranks_and_workers(shards):
+    def rows(batch=4, ranks=1, workers=0, split=False):
+        trainer: Any = ResumeMixin()
+        trainer.args = SimpleNamespace(world_size=ranks, gradient_accumulation_steps=2, dataloader_num_workers=workers)
+        trainer._copies, trainer._train_batch_size = 1, batch
+        trainer.accelerator = SimpleNamespace(split_batches=split)
+        trainer.train_dataset = SimpleNamespace(num_shards=shards)
+        return trainer._row_options()
+
+    assert rows() == rows(split=True) == rows(workers=1)
+    others = rows(2, ranks=2), rows(ranks=2, split=True), rows(workers=2)
+    assert [rows() == other for other in others] == [shards == 1] * 3
 
 
 def test_batches_that_do_not_fill_a_step_of_a_stream_are_left_out(tmp_path):
