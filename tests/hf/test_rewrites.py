@@ -20,6 +20,7 @@ def hidden(model, ids, **call):
     return model(input_ids=ids, use_cache=False, **call).last_hidden_state
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("axes", [(), (3,), (4,)], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_documents_are_kept_apart(family, axes):
