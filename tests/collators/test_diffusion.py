@@ -24,6 +24,8 @@ from flashmask_hf.collators import (
 from flashmask_hf.long_rows.checkpointing import enable_checkpointing
 from flashmask_hf.names import VECTORS
 
+pytestmark = pytest.mark.usefixtures("float64")
+
 MASK = 47
 LENGTHS, PROMPTS = [14, 9, 21, 5], [3, 0, 6, 1]
 

@@ -139,6 +139,7 @@ MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize(
     ("name", "given"),
     [

@@ -99,6 +99,7 @@ def test_towers_on_a_gpu(kind, dtype):
 _DENSE = "cu_seqlens" not in source_of(importlib.import_module("transformers.models.pixtral.modeling_pixtral"))
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize(
     "kind",
     [

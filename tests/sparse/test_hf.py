@@ -365,6 +365,7 @@ def inputs_of(kind: str) -> dict[str, Any]:
     return {"attention_mask": real}
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("window", [False, True], ids=["full", "window"])
 @pytest.mark.parametrize("kind", ["no mask", "positions", "vectors", "tree", "left padding", "right padding"])
 @pytest.mark.parametrize("name", OPTIONS)
@@ -385,6 +386,7 @@ def test_masks_are_those_of_flashmask(monkeypatch, name, kind, window):
     assert_exact([got[real]], [full(tokens(), **inputs).logits[real]])
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("cached", [False, True])
 def test_documents_do_not_see_each_other(cached):
     """Packed equals separate, and changing one document changes at most the rounding in the others."""
@@ -471,6 +473,7 @@ def test_gradient_checkpointing_repeats_the_pattern(name, reentrant):
         assert torch.equal(got[parameter], gradient), parameter
 
 
+@pytest.mark.usefixtures("float64")
 def test_a_compiled_model_is_one_graph():
     model = model_with("flashmask_hash").double().train()
     loss, want = gradients(model)
