@@ -2,7 +2,8 @@
 
 A module of cases has a dict `CASES` of functions of a process group, by name. Each returns numbers, which are the same
 in every process, or raises. `run_cases` returns what process 0 got, or the error of the first process that raised. Its
-results are kept for the test run, whose tests of one module may run in several workers and at several times.
+results are kept for the test run, whose tests of one module may run in several workers and at several times. So is the
+log of a launch that failed, which later callers raise at once.
 A dict `GROUPS` has the sizes of the groups that a case runs in, if these are not all. A dict `KILLED` has, by the name
 of a case, functions whose processes end by SIGKILL; they run before the cases, in groups of their own of 2 or more.
 """
@@ -47,15 +48,29 @@ def run_cases(
     folder = folder / module
     folder.mkdir(exist_ok=True)
     results = {size: [folder / f"{size}-{rank}.json" for rank in range(size)] for size in sizes}
+    log = folder / "log"
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not all(path.exists() for paths in results.values() for path in paths):
+        if not log.exists():
             settings = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # meshes would be of its GPUs
             settings["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
             settings |= {"CASES_LEFT_OUT": json.dumps(sorted(without)), "CASES_FOLDER": str(folder)}
             command = [sys.executable, "-W", "ignore", "-m", "tools.processes", module, str(folder), *map(str, sizes)]
-            done = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=600)
-            assert all(path.exists() for paths in results.values() for path in paths), done.stderr[-6000:]
+            with (
+                log.open("w") as errors,
+                subprocess.Popen(
+                    command, env=settings, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
+                ) as launched,
+            ):
+                try:
+                    launched.wait(timeout=600)
+                except BaseException as error:
+                    os.killpg(launched.pid, signal.SIGKILL)  # the forks, too
+                    print(repr(error), file=errors)
+                    raise
+        assert all(path.exists() for paths in results.values() for path in paths), (
+            f"{module}: {log.read_text()[-6000:]}"
+        )
     found = {}
     for size, paths in results.items():
         ranks = [json.loads(path.read_text()) for path in paths]
