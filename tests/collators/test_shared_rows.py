@@ -145,6 +145,13 @@ def test_the_head_sees_the_predictors_of_scored_tokens_in_chunks():
     assert not gather_logps(hidden, head, nothing).any()
 
 
+def test_scores_of_a_sixteen_bit_head_are_computed_in_float32():
+    rows = pack_shared(**rollouts())
+    logits = torch.randn(*rows.batch["input_ids"].shape, 48).bfloat16()
+    found, want = (gather_logps(x, torch.nn.Identity(), rows, temperature=0.75) for x in (logits, logits.float()))
+    assert torch.equal(found, want)
+
+
 @pytest.mark.parametrize("columns", [1, RESPONSE])
 def test_rows_or_tokens_have_temperatures_of_their_own(columns):
     batch = rollouts()

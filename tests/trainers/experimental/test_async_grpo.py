@@ -217,6 +217,11 @@ def test_bfloat16_on_a_gpu(family: str, tmp_path: Any) -> None:
     check_bfloat16(family, "cuda", tmp_path)
 
 
+@pytest.mark.full
+def test_bfloat16(tmp_path: Any) -> None:
+    check_bfloat16("llama", "cpu", tmp_path)
+
+
 def check_bfloat16(family: str, device: str, folder: Any) -> None:
     changes = {"head_dim": 64, "max_position_embeddings": 1024}
     changes |= {"sliding_window": 40} if family == "mistral" else {}
