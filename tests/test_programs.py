@@ -4,7 +4,10 @@ The programs are no dependencies of this package: tests of programs that are not
 """
 
 import importlib
+import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -184,6 +187,60 @@ def test_axolotl_takes_the_plugin_and_packs_with_it(monkeypatch):
         plugin.register({"attn_implementation": "flashmask", "context_parallel_size": 2})
 
 
+def train(tmp_path, command, rows, settings):
+    """Train with a program's own command on the CPU: three steps of four rows; return what it prints."""
+    data, config = tmp_path / "rows.jsonl", tmp_path / "settings.json"
+    data.write_text("\n".join(map(json.dumps, rows)))
+    settings |= {"max_steps": 3, "learning_rate": 1e-3, "logging_steps": 1, "save_strategy": "no", "seed": 1}
+    config.write_text(json.dumps(settings))
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "AXOLOTL_DO_NOT_TRACK": "1"}
+    command = [sys.executable, "-m", *command, config]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout + done.stderr
+
+
+def test_ms_swift_trains_the_same_without_padding(causal, tmp_path):
+    """DPO with shared prefixes, against padded eager attention."""
+    pytest.importorskip("swift.cli.main")
+    plugin = f"{integrations.__path__[0]}/ms_swift/flashmask_plugin.py"
+    share = {"flashmask_share_prefixes": 1}
+    ours = {"attn_impl": "flashmask", "padding_free": True, "external_plugins": plugin, "model_kwargs": share}
+    question, answers = {"role": "user", "content": "w9"}, [{"role": "assistant", "content": x} for x in TEXTS * 4]
+    rows = [{"messages": [question, answer], "rejected_response": "w10 w11"} for answer in answers]
+    steps = []
+    for options in (ours, {"attn_impl": "eager"}):
+        settings = {"model": causal, "model_type": "llama", "template": "dummy", "torch_dtype": "float32"}
+        settings |= {"dataset": f"{tmp_path}/rows.jsonl", "rlhf_type": "dpo", "tuner_type": "full", "report_to": "none"}
+        settings |= {"output_dir": f"{tmp_path}/{options['attn_impl']}", "add_version": False, "split_dataset_ratio": 0}
+        train(tmp_path, ["swift.cli.main", "rlhf"], rows, settings | {"per_device_train_batch_size": 4} | options)
+        lines = Path(settings["output_dir"], "logging.jsonl").read_text().splitlines()
+        logged = [row for row in map(json.loads, lines) if "grad_norm" in row]
+        steps.append(torch.tensor([[row["loss"], row["grad_norm"]] for row in logged]))
+    assert len(steps[0]) == 3
+    torch.testing.assert_close(*steps, rtol=1e-4, atol=1e-5)
+
+
+def test_axolotl_trains_the_same_on_packed_rows(causal, tmp_path):
+    """Against its own packing with SDPA."""
+    pytest.importorskip("axolotl")
+    rows = [{"instruction": text, "input": "", "output": f"{text} w20"} for text in TEXTS * 16]
+    steps = []
+    for attention in ("flashmask", "sdpa"):
+        settings = {"base_model": causal, "datasets": [{"path": f"{tmp_path}/rows.jsonl", "type": "alpaca"}]}
+        settings |= {"attn_implementation": attention, "sample_packing": True, "sequence_len": 128, "bf16": False}
+        settings |= {"micro_batch_size": 2, "gradient_accumulation_steps": 2, "optimizer": "adamw_torch"}
+        settings |= {"multipack_real_batches": True}  # as its SDPA, which packs other rows into a batch without it
+        settings |= {"output_dir": f"{tmp_path}/{attention}", "dataset_prepared_path": f"{tmp_path}/{attention}-data"}
+        if attention == "flashmask":
+            settings["plugins"] = ["flashmask_hf.integrations.axolotl.FlashMaskPlugin"]
+        printed = train(tmp_path, ["axolotl.cli.train"], rows, settings | {"dataset_num_proc": 1, "val_set_size": 0})
+        logged = re.findall(r"'loss': '([^']+)', 'grad_norm': '([^']+)'", printed)
+        steps.append(torch.tensor([list(map(float, row)) for row in logged]))
+    assert len(steps[0]) == 3
+    torch.testing.assert_close(*steps, rtol=2e-3, atol=0)  # axolotl prints four digits
+
+
 @pytest.mark.usefixtures("float64")
 def test_llama_factory_packs_documents(monkeypatch):
     """The batch of `neat_packing: true`, from its own collator."""
@@ -257,6 +314,7 @@ def test_verl_packs_documents(tmp_path, monkeypatch, share):
     finally:
         torch.distributed.destroy_process_group()
     assert engine.module.config._attn_implementation == "flashmask"
+    assert "flashmask" not in engine.module.config.to_json_string()  # which verl saves with each checkpoint
     documents = [*DOCUMENTS, DOCUMENTS[0], torch.cat([DOCUMENTS[0], DOCUMENTS[1]])]
     columns = {"input_ids": documents, "position_ids": [torch.arange(len(x)) for x in documents]}
     columns["loss_mask"] = columns["position_ids"]
