@@ -82,6 +82,7 @@ class DataCollatorForSharedQuestion(PackingCollator):
     rope_index: RopeIndex | None = None
 
     _row_option = "row_length"
+    _optional_columns = _NUMBERS
 
     def __post_init__(self):
         super().__post_init__()

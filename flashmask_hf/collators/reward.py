@@ -88,6 +88,10 @@ class DataCollatorForMultiAnswerReward(PackingCollator):
         if isinstance(margin, bool) or not isinstance(margin, Real) or not 0 <= margin < math.inf:
             raise ValueError(f"score_margin must be a number, at least 0 (no margins), got {margin!r}")
 
+    @property
+    def _optional_columns(self) -> tuple[str, ...]:
+        return () if self.score_margin else ("margin",)  # otherwise only ranked answers lack one
+
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """Collate one batch."""
         names = example_names(examples)

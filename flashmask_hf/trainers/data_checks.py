@@ -11,7 +11,6 @@ from datasets import Dataset
 
 from flashmask_hf.collators.columns import all_have
 from flashmask_hf.collators.dataset import first_row
-from flashmask_hf.collators.labels import WEIGHT
 
 logger = get_logger(__name__)
 
@@ -118,17 +117,24 @@ def check_examples(trainer: Any) -> None:
     if collator.max_position_embeddings is None:
         collator = replace(collator, max_position_embeddings=getattr(config, "max_position_embeddings", None))
         trainer.data_collator = collator
-    if getattr(collator, "read_images", None) is None:  # which would decode all images
-        for name, dataset in map_style_datasets(trainer):
-            check_rows(dataset, collator, trainer.args, name)
+    for name, dataset in map_style_datasets(trainer):
+        check_rows(dataset, collator, trainer.args, name)
 
 
 def check_rows(dataset: Dataset, collator: Any, args: Any, name: str) -> None:
-    """Raise an error for the first invalid row of a prepared dataset, and log how many rows the collator will cut."""
-    for column in {WEIGHT, "margin"} & set(dataset.column_names):
-        if not getattr(collator, "score_margin", 0.0):  # which gives pairs a margin, but not ranked answers
+    """Raise an error for the first invalid row of a prepared dataset, and log how many rows the collator will cut.
+
+    Rows with images are checked for missing numbers only, and not at all behind a transform: images stay encoded.
+    """
+    reads_images = getattr(collator, "read_images", None) is not None
+    if reads_images and dataset.format["type"] == "custom":
+        return
+    for column in collator._optional_columns:
+        if column in dataset.column_names:
             has = [value is not None for value in dataset[column]]
             all_have(column, has, [f"example {index} of the {name} dataset, as prepared," for index in range(len(has))])
+    if reads_images:
+        return
     found = dataset.map(
         lambda row, index: {"cut": collator.check(row, f"example {index} of the {name} dataset, as prepared,")},
         with_indices=True,

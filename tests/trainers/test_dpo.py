@@ -478,6 +478,7 @@ def test_wrong_weights_of_pairs_raise(model_path, tokenizer, tmp_path, monkeypat
     with pytest.raises(ValueError, match="batch 1 of a step has no weight, but batch 0 of a step has; give it to all"):
         LastBatch()._get_num_items_in_batch([{"pair_weights": torch.ones(2)}, {}], torch.device("cpu"))
     pair = {"prompt_ids": [5], "chosen_ids": [6], "rejected_ids": [7]}
+    make(SharedQuestionDPOTrainer, model_path, tokenizer, tmp_path, data=[pair | {"margin": m} for m in (1.0, None)])
     with pytest.raises(ValueError, match="example 1 has no weight, but example 0 has"):
         DataCollatorForSharedQuestion()([pair | {"weight": 1}, pair])
     with pytest.raises(TypeError, match="weight of example 0 must be a number, got '80 kg'; correct it, or rename"):

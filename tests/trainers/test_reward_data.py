@@ -314,6 +314,8 @@ def test_margins_in_only_some_rows_raise_before_the_first_step(model_path, token
         make(MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, data)
     trainer = make(MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, [row | {"margin": None} for row in data])
     assert "margins" not in next(iter(trainer.get_train_dataloader()))
+    ignored = [{"chosen_ids": [5, 6], "rejected_ids": [5, 7], "weight": weight} for weight in (1.0, None)]
+    make(MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, ignored)
 
 
 def test_a_chat_template_that_renders_nothing_raises(model_path, tmp_path):
