@@ -39,6 +39,7 @@ from harness import (
     Flag,
     Rows,
     count,
+    forget_peak,
     gpu_milliseconds,
     graph_of,
     host_milliseconds,
@@ -454,10 +455,8 @@ def time_passes(
 
 
 def mask_cost(make: Callable[[], Attention]) -> tuple[float, float]:
-    if not torch.cuda.is_available():
-        return interleaved_medians({"": make}, 3, 1)[""], 0.0
     before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+    forget_peak()
     median = interleaved_medians({"": make}, 3, 1)[""]
     return median, (torch.cuda.max_memory_allocated() - before) / 2**20
 

@@ -219,22 +219,25 @@ def synchronize() -> None:
 
 def free_memory() -> None:
     gc.collect()
+    torch.cuda.empty_cache()
+    forget_peak()
+
+
+def forget_peak() -> None:
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
 
 def attempt(function: Callable[[], Any]) -> tuple[Any, float, float] | str:
     """Return the result, the seconds and the peak GiB of a call, or "out of memory" or "failed"."""
     synchronize()
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
+    forget_peak()
     start = time.perf_counter()
     try:
         result = function()
         synchronize()
         seconds = time.perf_counter() - start
-        return result, seconds, torch.cuda.max_memory_allocated() / GIB if torch.cuda.is_available() else 0.0
+        return result, seconds, torch.cuda.max_memory_allocated() / GIB
     except torch.OutOfMemoryError:
         reason = "out of memory"
     except Exception:  # of a compiler or a peer, which must not end the run of the others
@@ -278,7 +281,7 @@ def contest(
     made = None
     results.clear()  # which may hold gradients
     gc.collect()
-    used = torch.cuda.memory_allocated() / GIB if torch.cuda.is_available() else 0.0
+    used = torch.cuda.memory_allocated() / GIB
     for turn in range(turns):
         if turn and not in_time(a, *(one[-1][0] for one in steps.values())):
             break

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from datasets import Dataset
-from harness import GIB, Flag, Rows, in_time, largest, program, random_lengths, synchronize, whole
+from harness import GIB, Flag, Rows, forget_peak, in_time, largest, program, random_lengths, synchronize, whole
 from peft import LoraConfig
 from shapes import SHAPES, arguments_of, build_model, packed_row, tokenizer
 from torch import Tensor, nn
@@ -183,15 +183,12 @@ class Bench:
         losses: list[float] = []
         self.model.set_attn_implementation("sdpa" if provider == "sdpa_cp" else "flashmask")
         layers = self.model.model.layers if provider == "sdpa_cp" else []
-        hooks = [layer.self_attn.register_forward_pre_hook(drop_mask, with_kwargs=True) for layer in layers]
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()  # and keep the allocator's blocks
-        try:
+        forget_peak()  # and keep the allocator's blocks
+        with contextlib.ExitStack() as hooks:
+            for layer in layers:
+                hooks.enter_context(layer.self_attn.register_forward_pre_hook(drop_mask, with_kwargs=True))
             seconds = self.seconds_of(lambda: losses.append(self.step(provider, row)))
-        finally:
-            for hook in hooks:
-                hook.remove()
-        peak = largest(torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0.0, self.device)
+        peak = largest(torch.cuda.max_memory_allocated(), self.device)
         self.model.zero_grad(set_to_none=True)
         return losses[0], seconds, peak / GIB
 
@@ -218,16 +215,10 @@ class Bench:
             losses, times, peaks = zip(*found[a.warmup :], strict=True)
             seconds = statistics.median(times)
             share = self.exchange_seconds(provider, row) / seconds if provider in ("heads", "keys") else ""
-            rows.append(
-                {
-                    "provider": provider,
-                    "loss": round(losses[0], 5),
-                    "seconds_per_step": round(seconds, 4),
-                    "tokens_per_second": round(tokens * (self.size if provider == "whole" else 1) / seconds),
-                    "peak_gib": round(max(peaks), 2),
-                    "exchange_share": share and round(share, 4),
-                }
-            )
+            rate = tokens * (self.size if provider == "whole" else 1) / seconds
+            columns = {"provider": provider, "loss": round(losses[0], 5), "seconds_per_step": round(seconds, 4)}
+            columns |= {"tokens_per_second": round(rate), "peak_gib": round(max(peaks), 2)}
+            rows.append(columns | {"exchange_share": share and round(share, 4)})
         return rows
 
 
