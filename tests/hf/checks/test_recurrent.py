@@ -319,13 +319,13 @@ def test_what_kernels_cannot_serve_raises(monkeypatch):
         model(**call, past_key_values=cache)
 
 
-@hands_on_boundaries
 def test_boundaries_are_handed_on_by_later_versions_of_transformers_only(monkeypatch):
     monkeypatch.setattr(families, "_can_import", lambda _: True)
-    config = model_zoo.config_of("lfm2")
-    assert families.missing_kernels(config) == ()
+    monkeypatch.setattr(families.transformers, "__version__", "5.23.0")
+    assert families.missing_kernels(model_zoo.config_of("lfm2")) == ()
     monkeypatch.setattr(families.transformers, "__version__", "5.22.1")
-    assert families.missing_kernels(config) is None
+    with pytest.raises(ValueError, match="one document per row"):
+        model_zoo.build("lfm2", "flashmask")(**packed()[1])
 
 
 def test_packages_that_fail_to_import_are_missing(monkeypatch, tmp_path):
