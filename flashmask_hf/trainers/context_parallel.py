@@ -27,7 +27,7 @@ from flashmask_hf.parallel.split import RowSplit, make_split, refuse_rope_by_len
 from flashmask_hf.tile_plan import ROWS
 from flashmask_hf.trainers.weighing import label_count
 
-COMPUTES = ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics")
+_COMPUTES = ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics")
 """Arguments of TRL's SFTTrainer that take logits or losses."""
 
 _SETTING = "cp_size > 1 (parallelism_config)"
@@ -66,7 +66,7 @@ def check_context_parallel(args: Any, functions: Mapping[str, Any], *, trl_packs
         averages = args.average_tokens_across_devices
         refuse(not averages, "average_tokens_across_devices=False divides by the labels of a whole row; set it to True")
         refuse(args.label_smoothing_factor, "label_smoothing_factor is not implemented for split rows; leave it at 0")
-        for name in COMPUTES:
+        for name in _COMPUTES:
             refuse(functions.get(name) is not None, f"{name} would get one shard of each row; leave it out")
     return size
 

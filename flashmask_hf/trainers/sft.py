@@ -140,7 +140,8 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
         self._reads_weights = share_prefixes or loss_mean == "example"
         packs_text = _prepares_rows(args) and not (self._packs_images or trl_packs)
         own = {"row_length": row_length, "loss_mean": loss_mean, "share_prefixes": share_prefixes}
-        changed = [name for name, value in own.items() if value is not None and value not in ("token", False)]
+        defaults = {"row_length": None, "loss_mean": "token", "share_prefixes": False}
+        changed = [name for name, default in defaults.items() if own[name] != default]
         if changed and not packs_text:
             way = "leave it, images, TRL's packing or skip_prepare_dataset out"
             raise ValueError(f"{changed[0]} needs rows of text that this trainer packs; {way}")

@@ -225,6 +225,7 @@ SHARED = {"share_prefixes": True}
     [
         (SHARED, {"packing": True}, "share_prefixes needs rows of text that this trainer packs"),
         ({"row_length": 300}, {"padding_free": True}, "row_length needs rows of text that this trainer packs"),
+        ({"row_length": 0}, {"padding_free": True}, "row_length needs rows of text that this trainer packs"),
         (SHARED, {"loss_type": "dft"}, "loss_type='dft' does not read the weights of labels"),
         (SHARED, {"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1 does not read the weights"),
         (SHARED | {"compute_loss_func": print}, {}, "compute_loss_func does not read the weights"),
