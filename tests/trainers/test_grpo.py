@@ -179,32 +179,26 @@ def test_the_gpu_equals_stock_trl(options, checkpoints, tokenizer, tmp_path):
         torch.testing.assert_close(weights[name], x, rtol=0, atol=2e-3)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("share", ["prompts", "tokens"])
-def test_a_step_in_bfloat16_on_a_gpu(share, tokenizer, tmp_path):
+@pytest.mark.parametrize(
+    ("share", "device"),
+    [pytest.param("tokens", "cpu", marks=pytest.mark.full)]
+    + [pytest.param(x, "cuda", marks=pytest.mark.gpu) for x in ("prompts", "tokens")],
+)
+def test_a_step_in_bfloat16(share, device, tokenizer, tmp_path, monkeypatch):
     """Weights after a step are as near to those of float32 as stock TRL's; on a Hopper its kernels run."""
-    check_bfloat16(share, "cuda", tokenizer, tmp_path)
-
-
-@pytest.mark.full
-def test_a_step_in_bfloat16(tokenizer, tmp_path, monkeypatch):
     monkeypatch.undo()
-    check_bfloat16("tokens", "cpu", tokenizer, tmp_path)
-
-
-def check_bfloat16(share, device, tokenizer, folder):
     torch.manual_seed(0)
     config = llama_config(head_dim=64, max_position_embeddings=512)
     model = AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():
         if parameter.dim() > 1:  # so that attention is far from uniform
             torch.nn.init.normal_(parameter, std=0.2)
-    model.save_pretrained(folder / "llama")
+    model.save_pretrained(tmp_path / "llama")
     common = {"use_cpu": device == "cpu", "max_steps": 1, "per_device_train_batch_size": 8, "beta": 0.1}
     common["dtype"] = "float32"
     steps = []
     for ours, options in ((True, {"bf16": True, "share": share}), (False, {"bf16": True}), (False, {})):
-        log, weights, trainer = run(ours, {"llama": str(folder / "llama")}, tokenizer, folder, common | options)
+        log, weights, trainer = run(ours, {"llama": str(tmp_path / "llama")}, tokenizer, tmp_path, common | options)
         assert trainer.accelerator.device.type == device
         steps.append((log[0], torch.cat([x.flatten() for x in weights.values()])))
     (log, after), (stock_log, stock), (exact_log, exact) = steps

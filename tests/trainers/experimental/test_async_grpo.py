@@ -210,23 +210,17 @@ def test_log_probabilities_loss_and_gradients(family: str, tmp_path: Any) -> Non
     assert_same_gradients(gradients_of(trainer.model), gradients_of(eager))
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_bfloat16_on_a_gpu(family: str, tmp_path: Any) -> None:
+@pytest.mark.parametrize(
+    ("family", "device"),
+    [pytest.param("llama", "cpu", marks=pytest.mark.full)]
+    + [pytest.param(x, "cuda", marks=pytest.mark.gpu) for x in ("llama", "mistral")],
+)
+def test_bfloat16(family: str, device: str, tmp_path: Any) -> None:
     """Errors against float32 are at most twice those of eager attention in bfloat16; on a Hopper its kernels run."""
-    check_bfloat16(family, "cuda", tmp_path)
-
-
-@pytest.mark.full
-def test_bfloat16(tmp_path: Any) -> None:
-    check_bfloat16("llama", "cpu", tmp_path)
-
-
-def check_bfloat16(family: str, device: str, folder: Any) -> None:
     changes = {"head_dim": 64, "max_position_embeddings": 1024}
     changes |= {"sliding_window": 40} if family == "mistral" else {}
-    path, samples = save(family, folder, torch.bfloat16, **changes), rollouts(scale=16)
-    trainer = make(path, folder, arguments={"use_cpu": device == "cpu", "dtype": "bfloat16"})
+    path, samples = save(family, tmp_path, torch.bfloat16, **changes), rollouts(scale=16)
+    trainer = make(path, tmp_path, arguments={"use_cpu": device == "cpu", "dtype": "bfloat16"})
     trainer.current_gradient_accumulation_steps = 1
     heads: list[Tensor] = []
     trainer.model.register_forward_hook(lambda _, __, output: heads.append(output.log_probs))
