@@ -60,15 +60,13 @@ CONFIGS: dict[str, Callable[[int, int], Any]] = {
 }
 
 
-FLOAT64: dict[str, Any] = {"dtype": torch.float64, "experts_implementation": "eager"}  # others take no float64
-
-
-def model_of(kind: str, heads: int, kv_heads: int, layers: int = 2) -> Any:
+def model_of(kind: str, heads: int, kv_heads: int, layers: int = 2, dtype: torch.dtype = torch.float32) -> Any:
     """Return a model, the same in every process."""
     torch.manual_seed(0)
     config = CONFIGS[kind](heads, kv_heads)  # with heads of 8 dimensions
     config.num_hidden_layers = layers
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="flashmask", **FLOAT64).train()
+    options = {"attn_implementation": "flashmask", "experts_implementation": "eager"}  # others take no float64
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options).train()
     for name, parameter in model.named_parameters():
         if "sinks" in name:
             torch.nn.init.normal_(parameter)
@@ -199,7 +197,7 @@ def compare(
 
     def case(group: Any) -> dict[str, float]:
         whole = batch()
-        model = model_of(kind, heads, kv_heads)
+        model = model_of(kind, heads, kv_heads, dtype=torch.float64)
         torch.manual_seed(3)
         want = of_one_process(group, model, whole)
         model.zero_grad()
@@ -238,7 +236,7 @@ def snippet(group: Any) -> dict[str, float]:
     """Run the code of docs/parallel.md as pasted, but for its numbers of heads, against one process."""
     page = (Path(__file__).parents[2] / "docs" / "parallel.md").read_text()
     code = re.findall(r"```py\n(.*?)```", page, re.DOTALL)[0].replace("heads=32, kv_heads=8", "heads=8, kv_heads=4")
-    batch, model = documents(), model_of("llama", 8, 4)
+    batch, model = documents(), model_of("llama", 8, 4, dtype=torch.float64)
     want = of_one_process(group, model, batch)
     model.zero_grad()
     held = {"group": group, "batch": batch, "model": model, "cross_entropy": torch.nn.functional.cross_entropy}
@@ -258,7 +256,7 @@ def compiled(group: Any) -> dict[str, float]:
     """Return how far a compiled model is off in steps whose masks and rows differ, and how often it is compiled."""
     worst: dict[str, float] = {"loss": 0.0, "gradients": 0.0}
     graphs = CompileCounterWithBackend("aot_eager")
-    model = model_of("llama", 8, 4, layers=1)
+    model = model_of("llama", 8, 4, layers=1, dtype=torch.float64)
     forward = model.model.forward
     fast = torch.compile(forward, backend=graphs, fullgraph=True)
     for whole in (documents(), {key: value.flip(0) for key, value in documents().items()}):
@@ -283,7 +281,7 @@ def compiled(group: Any) -> dict[str, float]:
 
 def two_layouts(group: Any) -> dict[str, float]:
     """Return how far the loss of one batch is off in two layouts, one after the other, on the same mask vectors."""
-    model, batch = model_of("llama", 8, 4), documents()
+    model, batch = model_of("llama", 8, 4, dtype=torch.float64), documents()
     count = learned(batch)
     with torch.no_grad():
         want = loss_of(model, whole_rows(batch), count)
@@ -334,7 +332,7 @@ def tensor_parallel_model(group: Any, model: Any) -> Any:
         dist.barrier()
         config = DistributedConfig(tp_size=group.size())
         loaded = AutoModelForCausalLM.from_pretrained(
-            folders[0], attn_implementation="flashmask", distributed_config=config, **FLOAT64
+            folders[0], attn_implementation="flashmask", dtype=model.dtype, distributed_config=config
         )
         dist.barrier()
     return loaded.train()
@@ -347,7 +345,7 @@ def tensor_parallel(
 
     def case(group: Any) -> dict[str, float]:
         whole = batch()
-        model = model_of(kind, 8, 4)
+        model = model_of(kind, 8, 4, dtype=torch.float64)
         torch.manual_seed(3)
         want = of_one_process(group, model, whole)
         model = tensor_parallel_model(group, model)
