@@ -501,6 +501,7 @@ def test_rows_shorter_than_a_tile_are_tiled_together():
     assert calls["calls"] == LAYERS * SHAPE[0]
 
 
+@pytest.mark.usefixtures("float64")
 def test_generation_and_evaluation():
     plain = model_of().eval()
     model = tiled(plain)
@@ -637,6 +638,7 @@ def test_activated_lora_runs_as_before(rows, options):
     assert_same(gradients(tiled(model), ids=ids), gradients(model, ids=ids))
 
 
+@pytest.mark.usefixtures("float64")
 def test_adapters_of_each_row_run_as_before():
     model = with_adapter(model_of()).eval()
     ids, names = tokens_of(), ["default", "__base__"]
@@ -774,6 +776,7 @@ def test_a_tiled_model_is_saved_as_before(tmp_path):
         assert torch.equal(loaded.state_dict()[name], value)
 
 
+@pytest.mark.usefixtures("float64")
 def test_adapters_are_merged():
     model = with_adapter(tiled(model_of())).eval()
     with torch.no_grad():
