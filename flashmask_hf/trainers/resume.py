@@ -19,7 +19,7 @@ class ResumeMixin:
     _packed_by: dict[str, Any] | None = None
     """Options that decide how examples are packed into rows, by name; None for rows packed elsewhere."""
     _place: tuple[int, int] | None = None
-    """For a stream, the epoch to resume in and its optimizer steps to skip."""
+    """For a stream, the epoch to resume in and its batches to skip."""
 
     def _count_tokens(self) -> int:
         """Return the number of tokens so far over all ranks. Every rank must call this."""
@@ -50,7 +50,9 @@ class ResumeMixin:
     def _load_callback_state(self) -> None:
         """Restore the number of tokens after Trainer has read a checkpoint; a ValueError if it has read other rows."""
         own = self.state.stateful_callbacks.pop(_KEY, {}).get("attributes", {})
-        self._place = own.get("epoch_and_steps")
+        if "epoch_and_steps" in own:
+            epoch, steps = own["epoch_and_steps"]
+            self._place = epoch, steps * self.args.gradient_accumulation_steps
         self._total_train_tokens = own.get("num_tokens", self._total_train_tokens)
         before = own.get("packed_by") or {}
         for name, value in self._row_options().items():
@@ -66,7 +68,4 @@ class ResumeMixin:
         """Return the epoch and the batches to skip, which Trainer does not know for streams."""
         self._place = None
         start = super()._init_training_state(*args, **kwargs)
-        if self._place is None or self.args.ignore_data_skip:
-            return start
-        epoch, steps = self._place
-        return epoch, steps * self.args.gradient_accumulation_steps
+        return start if self._place is None or self.args.ignore_data_skip else self._place
