@@ -56,21 +56,15 @@ def run_cases(
             settings["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
             settings |= {"CASES_LEFT_OUT": json.dumps(sorted(without)), "CASES_FOLDER": str(folder)}
             command = [sys.executable, "-W", "ignore", "-m", "tools.processes", module, str(folder), *map(str, sizes)]
-            with (
-                log.open("w") as errors,
-                subprocess.Popen(
-                    command, env=settings, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
-                ) as launched,
-            ):
+            with log.open("w") as out:
+                launched = subprocess.Popen(command, env=settings, stdout=out, stderr=out, start_new_session=True)
                 try:
                     launched.wait(timeout=600)
                 except BaseException as error:
                     os.killpg(launched.pid, signal.SIGKILL)  # the forks, too
-                    print(repr(error), file=errors)
+                    print(repr(error), file=out)
                     raise
-        assert all(path.exists() for paths in results.values() for path in paths), (
-            f"{module}: {log.read_text()[-6000:]}"
-        )
+        assert all(path.exists() for paths in results.values() for path in paths), log.read_text()[-6000:]
     found = {}
     for size, paths in results.items():
         ranks = [json.loads(path.read_text()) for path in paths]
