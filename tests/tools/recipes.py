@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file
+
 RECIPES = Path(__file__).parents[2] / "recipes"
 """The folder of the recipes; importable as top-level modules once this module is imported, as when a recipe runs."""
 
@@ -52,6 +54,21 @@ def launch(command: Sequence[object], output_dir: object, *flags: object, recipe
     result = subprocess.run([*map(str, program)], capture_output=True, text=True, timeout=300, env=threads)
     assert result.returncode == 0, result.stderr[-4000:]
     return result.stdout
+
+
+def assert_trained_alike(one: Path, two: Path, start: Path) -> None:
+    """Assert that two runs of one model or adapter, trained from the model in `start`, saved equal weights.
+
+    They may differ by a share of the weight's movement: Adam enlarges single small gradients, of either sign.
+    """
+    saved = next(one.glob("*model.safetensors")).name
+    weights, others = (load_file(folder / saved) for folder in (one, two))
+    before = load_file(start / saved) if (start / saved).exists() else {}
+    assert others.keys() - weights.keys() <= {"lm_head.weight"}  # FSDP2 saves tied weights twice
+    for name, weight in weights.items():
+        is_new = name not in before  # as in an adapter
+        bound = 2e-3 * weight.norm() if is_new else 0.03 * (weight - before[name]).norm()
+        assert (others[name] - weight).norm() <= bound, name
 
 
 def logged(printed: str, name: str) -> list[float]:
