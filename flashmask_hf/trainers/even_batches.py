@@ -136,10 +136,10 @@ def _gather_unequal(gather: Any, data: Any) -> Any:
         sizes = gather(torch.tensor([len(x)], device=x.device)).tolist()
         padded = x.new_zeros(max(sizes), *x.shape[1:])
         padded[: len(x)] = x
-        parts = gather(padded).split(max(sizes))
+        parts = gather(padded).unflatten(0, (len(sizes), max(sizes)))
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
-    return recursively_apply(gather_one, data)
+    return recursively_apply(gather_one, data, error_on_other_type=True)
 
 
 def _mean(values: torch.Tensor, weights: torch.Tensor) -> float:
@@ -150,4 +150,5 @@ def _counts(accelerator: Any, count: int) -> torch.Tensor:
     """Return each rank's count, int64 [ranks], on the CPU."""
     if accelerator.num_processes == 1:
         return torch.tensor([count])  # without synchronising the host
-    return accelerator.gather(torch.tensor([count], device=accelerator.device)).cpu()
+    gather = type(accelerator).gather  # `accelerator.gather` may be `_gather_unequal`, of more collectives
+    return gather(accelerator, torch.tensor([count], device=accelerator.device)).cpu()
