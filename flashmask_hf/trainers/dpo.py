@@ -88,7 +88,8 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, PairWeightsMixin, 
             or has images without a processor, video, audio, or fewer rows than a batch with `dataloader_drop_last`;
             weights with a loss that is no mean over pairs ("aot", "aot_unpaired", "sft"); images with `row_length`,
             `cp_size` or a PaliGemma; `cp_size` with Liger, `compute_metrics`, an auxiliary loss of experts or rotary
-            positions by length; an example without a column, question or answer, or over the model's positions.
+            positions by length; batches of several rows of a stream where groups of ranks share rows; an example
+            without a column, question or answer, or over the model's positions.
 
     Example:
         ```python
@@ -163,9 +164,8 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, PairWeightsMixin, 
         self._hooked = True
         # TRL before 1.15 loads the reference without the policy's attention.
         run_packed_models(self, sets_reference=self._creates_reference)
-        if self._parts > 1:
-            self._start_context_parallel(self._parts)
-            self._tp_size = 1  # gathers leave copies out, for which TRL would divide
+        self._start_context_parallel(self._parts)
+        self._tp_size = 1  # gathers leave copies out, for which TRL would divide
         data_checks.check_examples(self)
 
     def _prepare_dataset(

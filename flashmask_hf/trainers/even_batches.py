@@ -32,7 +32,13 @@ class EvenBatchesMixin:
         """Return a batch of the same form that adds nothing to metrics, or None."""
 
     def _get_dataloader(self, dataset: Any, *args: Any, is_training: bool = False, **kwargs: Any) -> Any:
-        if isinstance(dataset, IterableDataset) and self.accelerator.num_processes > 1:
+        processes = self.accelerator.num_processes
+        if isinstance(dataset, IterableDataset) and processes > 1:
+            name = f"{'train' if is_training else 'eval'}_batch_size"
+            size = getattr(self.args, name)
+            if size > 1 and 1 < self._copies < processes and not self._shards_inputs:  # last batches are unequal
+                problem = f"must be 1 for a stream over several groups of ranks that share rows, got {size}"
+                raise ValueError(f"per_device_{name} {problem}; lower it, or pass a map-style Dataset")
             dataset = copy.copy(dataset)
             dataset.__class__ = _DealtStream
             if self._copies == 1 and not isinstance(self.accelerator.gather, functools.partial):
@@ -150,5 +156,7 @@ def _counts(accelerator: Any, count: int) -> torch.Tensor:
     """Return each rank's count, int64 [ranks], on the CPU."""
     if accelerator.num_processes == 1:
         return torch.tensor([count])  # without synchronising the host
-    gather = type(accelerator).gather  # `accelerator.gather` may be `_gather_unequal`, of more collectives
-    return gather(accelerator, torch.tensor([count], device=accelerator.device)).cpu()
+    gather = accelerator.gather
+    if isinstance(gather, functools.partial):  # `_gather_unequal` would need two collectives
+        gather = gather.args[0]
+    return gather(torch.tensor([count], device=accelerator.device)).cpu()

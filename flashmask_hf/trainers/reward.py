@@ -98,8 +98,8 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, SplitAnswersMixin,
         ValueError: for another attention, `neftune_noise_alpha`, `label_smoothing_factor`, dispatched batches, prompt
             learning, activated LoRA, adapters of another task or that do not save the head, sampling by missing
             lengths, counts of `input_ids` (`include_num_input_tokens_seen`), `cp_size` with Liger or rotary positions
-            by length, a processor, arguments that contradict each other, or a dataset that has images, a transform, an
-            invalid row or no row left.
+            by length, batches of several rows of a stream where groups of ranks share rows, a processor, arguments that
+            contradict each other, or a dataset that has images, a transform, an invalid row or no row left.
 
     Example:
         ```python
@@ -152,8 +152,7 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, SplitAnswersMixin,
             super().__init__(model, args, collator, *datasets, processing_class, peft_config=peft_config, **kwargs)
         _refuse_unsaved_head(self.model)
         run_packed_models(self)
-        if parts > 1:
-            self._start_context_parallel(parts)
+        self._start_context_parallel(parts)
         add_callbacks(self, model)
         data_checks.check_prepared(self)
         self.label_names = ["scores"]

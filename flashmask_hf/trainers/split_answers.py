@@ -27,7 +27,7 @@ class SplitAnswersMixin(ContextParallelMixin):
     _shards_inputs = False
 
     def _start_context_parallel(self, size: int) -> None:
-        refuse(self.args.use_liger_kernel, "use_liger_kernel is not tested on split rows; leave it out")
+        refuse(size > 1 and self.args.use_liger_kernel, "use_liger_kernel is not tested on split rows; leave it out")
         super()._start_context_parallel(size)
 
     def _on_shards(self, model: Any) -> Any:

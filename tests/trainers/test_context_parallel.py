@@ -316,6 +316,12 @@ def test_answers_rows_are_padded_and_predictions_refused(tmp_path):
         trainer.compute_loss(trainer.model, batch, return_outputs=True)
 
 
+def test_copies_of_pairs_under_tensor_parallelism_are_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(SplitDPOTrainer, "get_tp_size", lambda self: 2)
+    trainer = split_dpo(tmp_path, {"parallelism_config": None})
+    assert "gather_for_metrics" in vars(trainer.accelerator)  # in place of accelerate's, which cuts copies as if rows
+
+
 def test_without_context_parallelism_nothing_changes(tmp_path):
     trainer = trainer_of(tmp_path, args={"parallelism_config": None})
     assert trainer._cp_size == 1

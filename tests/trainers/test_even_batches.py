@@ -92,6 +92,7 @@ class Stock:
     """Trainer's part of what the mixin extends."""
 
     _copies = 1
+    args = SimpleNamespace(train_batch_size=4, eval_batch_size=1)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list, Any]:
         return list(epoch_iterator), None
@@ -99,18 +100,6 @@ class Stock:
     def _get_dataloader(self, dataset: Any, is_training: bool = False) -> Any:
         sampler = BatchSamplerShard(BatchSampler(range(5), 2, drop_last=False), 2, 0)
         return SimpleNamespace(dataset=dataset, batch_sampler=sampler)
-
-
-class Accelerator:
-    """accelerate's part of what the mixin reads, in the first of two processes; `counts` are gathered from the other."""
-
-    num_processes, device = 2, "cpu"
-
-    def __init__(self, counts: Iterator[int]):
-        self.counts = counts
-
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([x, torch.tensor([next(self.counts)])])
 
 
 class OneOfTwo(EvenBatchesMixin, Stock):
@@ -122,8 +111,11 @@ class OneOfTwo(EvenBatchesMixin, Stock):
     """
 
     def __init__(self, others: list[int] | None = None, idle: bool = False):
+        counts = iter(others or [])
         self.train_dataset = IterableDataset.from_generator(lambda: iter([]))
-        self.accelerator = Accelerator(iter(others or []))
+        self.accelerator = SimpleNamespace(
+            num_processes=2, device="cpu", gather=lambda x: torch.cat([x, torch.tensor([next(counts)])])
+        )
         self._has_idle_batch = idle
 
     def _idle_batch(self, batch: Any) -> Any:
@@ -131,9 +123,8 @@ class OneOfTwo(EvenBatchesMixin, Stock):
 
 
 def test_an_epoch_ends_with_the_process_that_has_the_fewest_batches():
-    trainer: Any = OneOfTwo(others=[2, 1, 2])
-    batches = iter(range(9))
-    trainer.accelerator.gather = None  # counts need only one collective, whatever a stream's rows need
+    trainer, batches = OneOfTwo(others=[2, 1, 2]), iter(range(9))
+    trainer.accelerator.gather = partial(even_batches._gather_unequal, trainer.accelerator.gather)  # as for a stream
     steps = [trainer.get_batch_samples(batches, 2, "cpu")[0] for _ in range(3)]
     assert steps == [[0, 1], [], []]
     assert next(batches) == 4  # once the stream has ended in a process, the others read no further
@@ -151,6 +142,14 @@ def test_a_gather_takes_no_rows_and_no_other_type():
 def test_first_rows_fill_the_last_batch_only_where_no_idle_batch_can(training, idle, even):
     loader = OneOfTwo(idle=idle)._get_dataloader([1], is_training=training)
     assert loader.batch_sampler.even_batches is even
+
+
+def test_a_stream_of_pairs_needs_batches_of_one_where_ranks_share_rows():
+    trainer, stream = OneOfTwo(), IterableDataset.from_generator(lambda: iter([]))
+    trainer._copies, trainer.accelerator.num_processes, trainer._shards_inputs = 2, 4, False
+    with pytest.raises(ValueError, match="must be 1 for a stream over several groups"):
+        trainer._get_dataloader(stream, is_training=True)
+    trainer._get_dataloader(stream)  # batches of one evaluate
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split by the caller"])
