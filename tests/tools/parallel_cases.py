@@ -259,7 +259,7 @@ def checkpointed(options: dict[str, Any]) -> Callable[[Any], Any]:
 
 
 @kept_float64()
-def compiled(group: Any) -> dict[str, float]:
+def compiled(group: Any) -> dict[str, Any]:
     """Return how far a compiled model is off in steps whose masks and rows differ, and how often it is compiled."""
     found, graphs = [], CompileCounterWithBackend("aot_eager")
     model = model_of("llama", 8, 4, layers=1, dtype=torch.float64)
