@@ -145,7 +145,8 @@ def test_first_rows_fill_the_last_batch_only_where_no_idle_batch_can(training, i
 
 
 def test_a_stream_of_pairs_needs_batches_of_one_where_ranks_share_rows():
-    trainer, stream = OneOfTwo(), IterableDataset.from_generator(lambda: iter([]))
+    trainer: Any = OneOfTwo()
+    stream = IterableDataset.from_generator(lambda: iter([]))
     trainer._copies, trainer.accelerator.num_processes, trainer._shards_inputs = 2, 4, False
     with pytest.raises(ValueError, match="must be 1 for a stream over several groups"):
         trainer._get_dataloader(stream, is_training=True)
