@@ -39,9 +39,8 @@ class ResumeMixin:
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         own: dict[str, Any] = {"num_tokens": self._count_tokens(), "packed_by": self._row_options()}
-        if isinstance(
-            self.train_dataset, torch.utils.data.IterableDataset
-        ):  # every step adds 1 / max_steps to the epoch
+        if isinstance(self.train_dataset, torch.utils.data.IterableDataset):
+            # Every step adds 1 / max_steps to the epoch.
             epoch = max(math.ceil(self.state.epoch) - 1, 0)
             own["epoch_and_steps"] = epoch, round((self.state.epoch - epoch) * self.state.max_steps)
         self.state.stateful_callbacks[_KEY] = {"args": {}, "attributes": own}
