@@ -62,10 +62,10 @@ class _CachedPlan(NamedTuple):
     stream: tuple[int, int] | None
     """CUDA device and stream on which the plan may be read."""
     is_inference: bool
-    """Whether it was made in inference mode, so that autograd cannot save it."""
+    """Whether the plan was made in inference mode, so that autograd cannot save it."""
     plan: Plan
     alias: Tensor
-    """Of the indices, so that their memory is not reused."""
+    """Alias of the indices, which keeps their memory from being reused."""
 
 
 def plan_of(mask: FlashMask, q_len: int) -> Plan:

@@ -156,7 +156,4 @@ def _counts(accelerator: Any, count: int) -> torch.Tensor:
     """Return each rank's count, int64 [ranks], on the CPU."""
     if accelerator.num_processes == 1:
         return torch.tensor([count])  # without synchronising the host
-    gather = accelerator.gather
-    if isinstance(gather, functools.partial):  # `_gather_unequal` would need two collectives
-        gather = gather.args[0]
-    return gather(torch.tensor([count], device=accelerator.device)).cpu()
+    return accelerator.gather(torch.tensor(count, device=accelerator.device)).cpu()  # [] has no rows to pad

@@ -114,7 +114,7 @@ class OneOfTwo(EvenBatchesMixin, Stock):
         counts = iter(others or [])
         self.train_dataset = IterableDataset.from_generator(lambda: iter([]))
         self.accelerator = SimpleNamespace(
-            num_processes=2, device="cpu", gather=lambda x: torch.cat([x, torch.tensor([next(counts)])])
+            num_processes=2, device="cpu", gather=lambda x: torch.stack([x, torch.tensor(next(counts))])
         )
         self._has_idle_batch = idle
 
