@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tools.draft_chains import chains_in_order, sees_chain
+from tools.support import Lane, attention_inputs, check, lanes
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -76,6 +78,13 @@ def test_attention_of_draft_blocks_is_as_with_the_dense_mask() -> None:
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
     assert not results[0][0][1, :, size:].any()
+
+
+@pytest.mark.parametrize("lane", lanes((), (torch.float16,), (torch.bfloat16, torch.float32)))
+def test_kernels_compute_draft_blocks(lane: Lane) -> None:
+    size, step = (4, 9) if lane.device == "cpu" else (16, 5)
+    mask = masks.draft_blocks([70, 41], list(range(3, 111, step)), size, device=lane.device)
+    check(lane, *attention_inputs(lane, 1, 4, 2, mask.q_len or 0, 111 + (mask.q_len or 0), 64), mask)
 
 
 @st.composite

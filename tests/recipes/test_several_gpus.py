@@ -80,7 +80,7 @@ def test_two_gpus_train_like_one(tmp_path, model, files, monkeypatch, recipe, co
 @pytest.mark.parametrize("config", SHARDED)
 def test_shared_prompts_on_two_gpus(tmp_path, config, options):
     """GRPO and RLOO log what TRL's trainers, which repeat each prompt, log with the same completions."""
-    options = {"per_device_train_batch_size": 2, "max_steps": 4, "use_cpu": False} | options
+    options = {"per_device_train_batch_size": 2, "max_steps": 4, "use_cpu": False, "dtype": "float32"} | options
     tests = Path(__file__).parents[1]
     paths = [str(tests), str(tests.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
