@@ -264,7 +264,7 @@ def parallel_chart(figure: Figure) -> str:
     """Draw rows of 131,072 tokens over two GPUs."""
     bars, kept = Bars(), list[float]()
     for case in groups(select(read("parallel_h200"), tokens="131072"), "shape", "documents"):
-        rows = sorted(case, key=lambda row: ("keys", "heads_2", "heads", "sdpa_cp", "whole").index(row["provider"]))
+        rows = sorted(case, key=lambda row: ("keys", "heads", "sdpa_cp", "whole").index(row["provider"]))
         text = {row["provider"]: f"{{{RATE}:,.0f}}  {name_of(row['provider'])}, {{peak_gib:.0f}} GiB" for row in rows}
         group = {row["provider"]: (float(row[RATE]), text[row["provider"]].format_map(row)) for row in rows}
         kept += [group["keys"][0] / group["whole"][0]] if "whole" in group else []

@@ -16,7 +16,6 @@ NAMES = {
     "flashmask_triton": "flashmask, portable kernels",
     "keys": "flashmask, keys exchanged",
     "heads": "flashmask, heads exchanged",
-    "heads_2": "flashmask, heads exchanged in two chunks",
     "whole": "a row on each GPU, not split",
     "sdpa_cp": "torch's context parallelism, SDPA",
     "flex_attention": "FlexAttention (Triton)",

@@ -567,7 +567,7 @@ def parallel(name: str, units: str) -> str:
         units: "{documents}",
     }
     rate, ran = partial(cell, f"{{{RATE}:,.0f}}"), {row["provider"] for row in rows}
-    ways = [way for way in ("heads", "heads_2", "keys", "whole", "sdpa_cp") if way in ran]
+    ways = [way for way in ("heads", "keys", "whole", "sdpa_cp") if way in ran]
     columns |= {f"{name_of(way)}, tokens/s": rate(provider=way) for way in ways}
     columns["share of the exchange in a step, heads and keys"] = shares
     columns["peak of a GPU"] = cell("{peak_gib:.0f} GiB", provider="heads")

@@ -5,7 +5,6 @@ The mask is built for the whole row. Then ranks exchange heads for rows, or gath
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -84,17 +83,13 @@ def attend_in_parts(
             "sequence_parallel"
         )
     tensors = query, spread_kv_heads(key, split), spread_kv_heads(value, split)
-    chunks = math.gcd(split.head_chunks, tensors[1].shape[1] // split.group.size)
-    own_sinks = None if sinks is None else own_heads(sinks, split).chunk(chunks)
-    outs = []
-    for number, waits in enumerate(rows_to_heads(tensors, split, chunks)):
-        query, key, value = (wait() for wait in waits)
-        mask = late_mask(module, query, key, None, kwargs)
-        settings["sinks"] = None if own_sinks is None else own_sinks[number]
-        if dropout:
-            draw((split.group.rank * chunks + number) * query.shape[1], _all_blocks(query))
-        outs.append(heads_to_rows(mask.attend(query, key, value, **settings), split))
-    return torch.cat([wait() for wait in outs], 3).flatten(2, 3)
+    query, key, value = rows_to_heads(tensors, split)
+    mask = late_mask(module, query, key, None, kwargs)
+    if sinks is not None:
+        settings["sinks"] = own_heads(sinks, split)
+    if dropout:
+        draw(split.group.rank * query.shape[1], _all_blocks(query))
+    return heads_to_rows(mask.attend(query, key, value, **settings), split)
 
 
 def seed_of_heads(module: nn.Module, query: Tensor) -> Tensor | None:

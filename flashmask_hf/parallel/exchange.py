@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Literal
 
 from torch import Tensor
@@ -51,35 +50,30 @@ def spread_kv_heads(x: Tensor, split: RowSplit) -> Tensor:
     return x.repeat_interleave(repeats, 1) if repeats > 1 else x
 
 
-def rows_to_heads(tensors: Sequence[Tensor], split: RowSplit, chunks: int) -> list[list[Callable[[], Tensor]]]:
-    """Start to exchange this rank's rows of all heads, [B, H, S / N, D] each, for all rows of its heads.
+def rows_to_heads(tensors: Sequence[Tensor], split: RowSplit) -> list[Tensor]:
+    """Exchange this rank's rows of all heads, [B, H, S / N, D] each, for all rows of its heads, [B, H / N, S, D].
 
-    Returns functions that wait for the tensors of each chunk of heads, [B, H / N / chunks, S, D].
+    The exchange of a tensor overlaps with the copies of the others.
     """
     parts = [x.transpose(1, 2).unflatten(2, (split.group.size, -1)).movedim(2, 0) for x in tensors]  # [N, B, S / N, ..]
-    chunked = [x.chunk(chunks, 3) if chunks > 1 else (x,) for x in parts]  # the backward of `chunk` copies
-    return [
-        [partial(_all_rows, all_to_all(x, split.group), split) for x in chunk] for chunk in zip(*chunked, strict=True)
-    ]
+    waits = [all_to_all(x, split.group) for x in parts]
+    return [_all_rows(wait, split) for wait in waits]
 
 
 def _all_rows(wait: Callable[[], Tensor], split: RowSplit) -> Tensor:
-    rows = wait().movedim(0, 1).flatten(1, 2)  # [B, S, H / N / chunks, D]
+    rows = wait().movedim(0, 1).flatten(1, 2)  # [B, S, H / N, D]
     if split.places is not None:
         rows = rows.index_select(1, split.places)
     return rows.transpose(1, 2)
 
 
-def heads_to_rows(x: Tensor, split: RowSplit) -> Callable[[], Tensor]:
-    """Start to exchange all rows of some of this rank's heads, [B, H, S, D], for its rows of every rank's.
-
-    Returns a function that waits for them, [B, S / N, N, H, D].
-    """
+def heads_to_rows(x: Tensor, split: RowSplit) -> Tensor:
+    """Exchange all rows of this rank's heads, [B, H / N, S, D], for its rows of all heads, [B, S / N, H, D]."""
     rows = x.transpose(1, 2)
     if split.order is not None:
         rows = rows.index_select(1, split.order)
-    wait = all_to_all(rows.unflatten(1, (split.group.size, -1)).movedim(1, 0), split.group)
-    return lambda: wait().movedim(0, 2)
+    parts = all_to_all(rows.unflatten(1, (split.group.size, -1)).movedim(1, 0), split.group)()
+    return parts.movedim(0, 2).flatten(2, 3)
 
 
 def own_heads(x: Tensor, split: RowSplit) -> Tensor:

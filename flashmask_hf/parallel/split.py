@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flashmask_hf._numbers import as_integer, check_tensor
+from flashmask_hf._numbers import check_tensor
 from flashmask_hf.names import IGNORED, LABEL_WEIGHTS, SHIFT_LABEL_WEIGHTS, VECTORS
 from flashmask_hf.parallel.collectives import Group, group_of
 from flashmask_hf.torch_internals import device_assert
@@ -46,8 +46,6 @@ class RowSplit:
     """int64 [S], all ranks' rows one after another; None if 0..S - 1."""
     places: Tensor | None
     """int64 [S], the place of each row in `order`; None if `order` is."""
-    head_chunks: int = 1
-    """The number of chunks of a rank's heads, as in `sequence_parallel`."""
 
     @property
     def length(self) -> int:
@@ -140,7 +138,6 @@ def sequence_parallel(
     position_ids: Tensor,
     *,
     exchange: Literal["heads", "keys"] | None = None,
-    head_chunks: int = 1,
 ) -> Iterator[RowSplit]:
     """Run models with attention "flashmask" on rows that are split over the ranks of a group.
 
@@ -153,15 +150,12 @@ def sequence_parallel(
         rows: int64 [N, S / N], the rows of each rank, ascending (`split_rows`); the same on every rank.
         position_ids: int [B or 1, S], of whole rows; they measure sliding windows and trees.
         exchange: "heads" or "keys"; None selects the exchange that sends less data (`exchange_of`).
-        head_chunks: number of chunks of a rank's heads; the greatest common divisor with its key-value heads counts.
-            The exchange of a chunk overlaps with the attention of another. Results are equal to the bit, but for sums
-            over heads in gradients of sinks.
 
     Yields:
         RowSplit: its `shard` splits a batch.
 
     Raises:
-        TypeError: `rows` or `position_ids` is no integer tensor, or `head_chunks` no int.
+        TypeError: `rows` or `position_ids` is no integer tensor.
         ValueError: an argument has a wrong shape or value. In a layer: heads do not divide for "heads", mask indices
             are missing or of another length, or `rope_type` is "longrope" or "dynamic".
         RuntimeError: in a layer, `position_ids` are missing or differ from the shard's, or mask indices were cut to the
@@ -179,7 +173,7 @@ def sequence_parallel(
             loss.backward()  # then sum the gradients over the group
         ```
     """
-    split = make_split(group, rows, position_ids, exchange, head_chunks)
+    split = make_split(group, rows, position_ids, exchange)
     with run_split(split):
         yield split
 
@@ -235,11 +229,8 @@ def refuse_rope_by_length(config: Any) -> None:
             )
 
 
-def make_split(
-    process_group: ProcessGroup, rows: Tensor, position_ids: Tensor, exchange: Any = None, head_chunks: int = 1
-) -> RowSplit:
+def make_split(process_group: ProcessGroup, rows: Tensor, position_ids: Tensor, exchange: Any = None) -> RowSplit:
     """Return a split; arguments and errors are as in `sequence_parallel`."""
-    as_integer("head_chunks", head_chunks, 1)
     group = group_of(process_group)
     check_tensor("rows", rows, "an integer", f"[{group.size}, S / {group.size}]")
     check_tensor("position_ids", position_ids, "an integer", "[B, S]")
@@ -256,4 +247,4 @@ def make_split(
         raise ValueError(f"rows must hold each of 0..{rows.numel() - 1} once, ascending per rank")
     if torch.equal(order, natural):
         order = places = None
-    return RowSplit(group, process_group, rows, position_ids, exchange, order, places, head_chunks)
+    return RowSplit(group, process_group, rows, position_ids, exchange, order, places)

@@ -10,7 +10,7 @@ forward and backward of a row. `dpo`: `SharedQuestionDPOTrainer` with adapters o
 on rows of one question of `--tokens` tokens and two answers of 1,024. Losses and gradients of a short row must agree
 first. Providers run in turns that end by `--deadline`.
 
-* `heads`, `keys`: packed documents, with the exchange of that name; `heads_2`: heads in two chunks (`head_chunks`).
+* `heads`, `keys`: packed documents, with the exchange of that name.
 * `whole`: every GPU computes a whole row of its own.
 * `sdpa_cp`: torch's context parallelism on "sdpa", causal attention of one document (`--documents 1`).
 """
@@ -45,8 +45,7 @@ from flashmask_hf.parallel.exchange import exchange_of, gather_keys, heads_to_ro
 from flashmask_hf.parallel.split import RowSplit, make_split, run_split
 from flashmask_hf.trainers import SharedQuestionDPOConfig, SharedQuestionDPOTrainer
 
-CHUNKS = {"heads": 1, "heads_2": 2}
-PROVIDERS = (*CHUNKS, "keys", "whole", "sdpa_cp")
+PROVIDERS = ("heads", "keys", "whole", "sdpa_cp")
 CHECKED, QUESTIONS = 2048, 7  # tokens and documents of the row on which the providers are compared
 ANSWER = 1024  # tokens of an answer of DPO, but for the compared row
 
@@ -75,11 +74,11 @@ class Bench:
 
     def split(self, provider: str, vectors: Tensor, position_ids: Tensor) -> RowSplit:
         """Split a row over the processes."""
-        exchange, mask = "heads" if provider in CHUNKS else "keys", FlashMask(vectors, causal=True)
-        rows = deal_rows(mask, self.size)
-        if provider in CHUNKS:
+        mask = FlashMask(vectors, causal=True)
+        if provider == "heads":
             rows = contiguous_rows(mask.kv_len, self.size, mask.device)
-        return make_split(self.group, rows, position_ids, exchange, CHUNKS.get(provider, 1))
+            return make_split(self.group, rows, position_ids, "heads")
+        return make_split(self.group, deal_rows(mask, self.size), position_ids, "keys")
 
     def runs(self, provider: str) -> bool:
         """Return whether heads divide among the processes, and torch splits the row, where they must."""
@@ -88,7 +87,7 @@ class Bench:
             return False
         heads = self.config.num_attention_heads, self.config.num_key_value_heads
         try:
-            return provider not in CHUNKS or bool(exchange_of(*heads, self.size, "heads"))
+            return provider != "heads" or bool(exchange_of(*heads, self.size, "heads"))
         except ValueError as error:
             print(f"{provider} is left out: {error}")
             return False
@@ -157,8 +156,8 @@ class Bench:
             if provider == "keys":
                 return [gather_keys(x, split) for x in (key, value)]
             spread = (query, spread_kv_heads(key, split), spread_kv_heads(value, split))
-            whole = [wait() for wait in rows_to_heads(spread, split, 1)[0]]
-            return [*whole[1:], heads_to_rows(whole[0], split)()]
+            whole = rows_to_heads(spread, split)
+            return [*whole[1:], heads_to_rows(whole[0], split)]
 
         def both() -> None:
             results = forward()

@@ -16,13 +16,13 @@ COMPARED = [
     (size, name)
     for name in sorted(
         set(parallel_cases.CASES)
-        - {"whole rows", "chunks of heads", "refusals", "other batches", "tensor parallel refusals", "no positions"}
+        - {"whole rows", "refusals", "other batches", "tensor parallel refusals", "no positions"}
     )
     for size in parallel_cases.GROUPS.get(name, SIZES)
 ]
 
 
-FULL = {"compiled", "chunks of heads-4"} | {
+FULL = {"compiled"} | {
     f"{name}-4"
     for name in (
         "documents",
@@ -51,12 +51,6 @@ def test_loss_and_gradients_are_those_of_one_process(found, size, name):
 @pytest.mark.parametrize("size", SIZES)
 def test_whole_rows_and_generation_run_in_the_context_as_without(found, size):
     assert result(found, size, "whole rows")["equal"]
-
-
-@pytest.mark.parametrize(("size", "name"), each_case([(size, "chunks of heads") for size in SIZES], FULL))
-def test_chunks_of_heads_change_no_bit(found, size, name):
-    """But for gradients of sinks, which are sums over a chunk's heads at a time."""
-    assert [name for name in result(found, size, name)["changed"] if "sinks" not in name] == []
 
 
 @pytest.mark.parametrize("size", SIZES)
