@@ -167,15 +167,18 @@ def _runs_packed_rows(call: Call) -> Verdict | None:
 
 @rule(CHECKS, "packed rows under another attention, without positions or with a cache", VECTORS, where=_is_ignored)
 def _is_same_mask(call: Call) -> Verdict | None:
-    indices = call.tensor(VECTORS, 4)
-    if indices is None or call.tokens is None or indices.dtype != torch.int32:
+    if call.tokens is None or call.tokens.shape[1] == 1:  # a decoded token, with the row's mask indices in the keywords
         return None
-    row, length = indices.shape[2], call.tokens.shape[1]
-    if row != length and not row > length > 1:  # a single token is decoded, with the mask indices among the keywords
-        return None
-    ends = _ends_of_documents(call) if row == length and indices.shape[3] == 1 else None
-    return row == length and ~hides_more(indices, call.named.get("attention_mask"), ends).any(), (
-        f"{VECTORS} hide tokens, but attn_implementation='{text_attention(call)}' ignores them; load with "
+    indices, name = call.indices, text_attention(call)
+    if not _covers_tokens(call):
+        got = list(indices.shape) if isinstance(indices, Tensor) else type(indices).__name__
+        return False, (
+            f"{VECTORS} must be [B, H, S, n] for S = {call.tokens.shape[1]} tokens, got {got}; attn_implementation="
+            f"'{name}' ignores them: pass whole rows without virtual tokens"
+        )
+    ends = _ends_of_documents(call) if indices.shape[3] == 1 else None
+    return ~hides_more(indices, call.named.get("attention_mask"), ends).any(), (
+        f"{VECTORS} hide tokens, but attn_implementation='{name}' ignores them; load with "
         "'flashmask', pass one document per row, or position_ids of whole rows, use_cache=False and no mask"
     )
 

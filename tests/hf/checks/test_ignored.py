@@ -57,15 +57,18 @@ def test_vectors_are_refused_where_they_are_ignored(attention):
     model(tokens(2, 9), startend_row_indices=masks.padding([9, 4]).indices)
 
 
-def test_a_part_of_a_row_is_refused_where_vectors_are_ignored():
-    """As under accelerate's context parallelism, which splits the tokens and leaves the vectors."""
+def test_mask_indices_of_another_length_are_refused_where_they_are_ignored():
+    """As under accelerate's context parallelism, which splits only the tokens, and PEFT's prompts, which add some."""
     batch = DataCollatorForPackedLanguageModeling(pad_to_multiple_of=16)(EXAMPLES)
     part = {name: batch[name][:, :8] for name in ("input_ids", "position_ids")}
-    vectors = batch["startend_row_indices"]
-    with pytest.raises(ValueError, match=IGNORED.format("sdpa") + r".*whole rows"):
-        llama("sdpa")(**part, startend_row_indices=vectors, use_cache=False)
+    whole = batch["startend_row_indices"]
+    for indices in (whole, whole[:, :, :7], whole[0], whole.tolist()):
+        with pytest.raises(ValueError, match=r"for S = 8 tokens, got .*'sdpa' ignores them: pass whole rows"):
+            llama("sdpa")(**part, startend_row_indices=indices, use_cache=False)
+    with pytest.raises(TypeError, match="int32"):
+        llama("sdpa")(**part, startend_row_indices=whole[:, :, :8].long(), use_cache=False)
     with pytest.raises(ValueError, match=r"whole row of 16 tokens, .*sequence_parallel"):
-        llama("flashmask")(**part, startend_row_indices=vectors, use_cache=False)
+        llama("flashmask")(**part, startend_row_indices=whole, use_cache=False)
 
 
 def test_a_mask_of_another_length_hides_nothing():
