@@ -95,13 +95,9 @@ class DataCollatorForSharedQuestion(PackingCollator):
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """Collate one batch."""
-        names, pixels = example_names(examples), {}
-        numbers = {
-            column: [_number(e, column, name) for e, name in zip(examples, names, strict=True)] for column in _NUMBERS
-        }
-        if self.read_images is not None:
-            examples, pixels = self.read_images(examples)
-        read = [self._read(example, name) for example, name in zip(examples, names, strict=True)]
+        names = example_names(examples)
+        tokenized, pixels = (examples, {}) if self.read_images is None else self.read_images(examples)
+        read = [self._read(example, name) for example, name in zip(tokenized, names, strict=True)]
         for name, (question, answers, longest) in zip(names, read, strict=True):
             if self.truncation_mode == "keep_start" and longest > len(question) + max(map(len, answers)):
                 self._warn_once(
@@ -125,24 +121,24 @@ class DataCollatorForSharedQuestion(PackingCollator):
             **rows.indexed_batch(place),
         }
         if self.read_images is not None:
-            types = {name: torch.zeros_like(batch["input_ids"]) for name in TOKEN_TYPES if name in examples[0]}
+            types = {name: torch.zeros_like(batch["input_ids"]) for name in TOKEN_TYPES if name in tokenized[0]}
             for name, values in types.items():
                 for row, index in zip(values, trees, strict=True):
-                    row[: len(examples[index][name])] = examples[index][name]
-            sizes = [examples[index]["sizes"] for index in trees]
+                    row[: len(tokenized[index][name])] = tokenized[index][name]
+            sizes = [tokenized[index]["sizes"] for index in trees]
             add_image_tokens(batch, batch["input_ids"], real, types, sizes, trees, self.rope_index)
             batch |= pixels
         if most > 2:
             batch["question_index"] = torch.tensor(trees)
-        for column, values in numbers.items():
+        for column in _NUMBERS:
+            values = [read_number(e.get(column), column, name) for e, name in zip(examples, names, strict=True)]
             if all_have(column, [value is not None for value in values], names):
                 batch[PAIR_WEIGHTS if column == WEIGHT else column] = torch.tensor(values)
         return batch
 
     def check(self, example: Mapping[str, Any], name: str) -> bool:
-        """Return whether `max_length` cuts an example; raise the error that collating it would raise."""
+        """Return whether `max_length` cuts an example; raise the error that collating its tokens would raise."""
         question, answers, longest = self._read(example, name)
-        _number(example, WEIGHT, name)
         self._check_size(Forest.from_trees((question, answers)), name)
         return longest > len(question) + max(map(len, answers))
 
@@ -171,12 +167,12 @@ class DataCollatorForSharedQuestion(PackingCollator):
         return question[longest - limit :], answers, longest
 
 
-def _number(example: Mapping[str, Any], column: str, name: str) -> float | None:
+def read_number(value: Any, column: str, name: str) -> float | None:
     """Return the number in a column of an example, None if there is none; raise for a negative weight."""
-    if example.get(column) is None:
+    if value is None:
         return None
     try:
-        number = as_number(example[column], f"{column} of {name}")
+        number = as_number(value, f"{column} of {name}")
     except TypeError as error:
         raise TypeError(f"{error}; correct it, or {NO_WEIGHT}" if column == WEIGHT else str(error)) from None
     if column == WEIGHT and number < 0:

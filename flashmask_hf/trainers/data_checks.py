@@ -11,6 +11,7 @@ from datasets import Dataset
 
 from flashmask_hf.collators.columns import all_have
 from flashmask_hf.collators.dataset import first_row
+from flashmask_hf.collators.preference import read_number
 
 logger = get_logger(__name__)
 
@@ -124,15 +125,16 @@ def check_examples(trainer: Any) -> None:
 def check_rows(dataset: Dataset, collator: Any, args: Any, name: str) -> None:
     """Raise an error for the first invalid row of a prepared dataset, and log how many rows the collator will cut.
 
-    Rows with images are checked for missing numbers only, and not at all behind a transform: images stay encoded.
+    Of rows with images only the numbers are checked, and nothing behind a transform: images stay encoded.
     """
     reads_images = getattr(collator, "read_images", None) is not None
     if reads_images and dataset.format["type"] == "custom":
         return
     for column in collator._optional_columns:
         if column in dataset.column_names:
-            has = [value is not None for value in dataset[column]]
-            all_have(column, has, [f"example {index} of the {name} dataset, as prepared," for index in range(len(has))])
+            names = [f"example {index} of the {name} dataset, as prepared," for index in range(len(dataset))]
+            values = [read_number(x, column, where) for x, where in zip(dataset[column], names, strict=True)]
+            all_have(column, [value is not None for value in values], names)
     if reads_images:
         return
     found = dataset.map(

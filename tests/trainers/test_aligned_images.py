@@ -140,10 +140,11 @@ def test_what_cannot_be_shared_raises_at_construction(kind, options, message, tm
         make(kind, rows(*SEVERAL, answers=options.get("algorithm") == "dpo"), tmp_path, True, **options)
 
 
-def test_weights_of_only_some_rows_raise_at_construction(tmp_path):
-    data = rows(*SEVERAL, answers=True).add_column("weight", [1.0, None, 2.0, 1.0])
-    with pytest.raises(ValueError, match="example 1 of the train dataset, as prepared, has no weight, but example 0"):
-        make("llava", data, tmp_path, True, algorithm="dpo")
+def test_wrong_weights_raise_at_construction(tmp_path):
+    for weight, problem in ((None, "has no weight, but example 0"), (-1.0, "must be at least 0, got -1; swap")):
+        data = rows(*SEVERAL, answers=True).add_column("weight", [1.0, weight, 2.0, 1.0])
+        with pytest.raises(ValueError, match=f"example 1 of the train dataset, as prepared, {problem}"):
+            make("llava", data, tmp_path, True, algorithm="dpo")
 
 
 def test_images_are_never_cut():
