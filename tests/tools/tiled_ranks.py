@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
-from tools.tiny import assert_same_gradients, gradients_of
+from tools.tiny import assert_same_gradients, gradients_of, keep_float64
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -32,6 +33,7 @@ def check(model: nn.Module, want: dict[str, torch.Tensor]) -> None:
 
 
 def train(group: Any) -> dict[str, Any]:
+    keep_float64(pytest.MonkeyPatch())
     size, rank = group.size(), group.rank()
     torch.manual_seed(0)
     config = LlamaConfig(
