@@ -64,23 +64,14 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Clone this checkout as it stands, uncommitted changes included."""
-    if not (ROOT / ".git").exists():
-        pytest.skip("not a git checkout")
-    listed = run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=ROOT)
+    """Clone these files as they stand, of a checkout or of an unpacked archive, but not what git ignores."""
     folder = tmp_path_factory.mktemp("git")
     origin = folder / "origin"
-    for name in filter(None, listed.split("\0")):
-        source, copy = ROOT / name, origin / name
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        if source.is_symlink():
-            copy.symlink_to(source.readlink())
-        elif source.is_file():  # a deleted file is still listed
-            copy.write_bytes(source.read_bytes())
+    run("git", "init", "--quiet", origin, cwd=folder)
+    files = ("git", "--git-dir", origin / ".git", "--work-tree", ROOT)
     author = ("-c", "user.name=test", "-c", "user.email=test@example.invalid", "-c", "commit.gpgsign=false")
-    run("git", "init", "--quiet", cwd=origin)
-    run("git", "add", "--all", cwd=origin)
-    run("git", *author, "commit", "--quiet", "--no-verify", "--message", "copy", cwd=origin)
+    run(*files, "add", "--all", cwd=ROOT)
+    run(*files, *author, "commit", "--quiet", "--no-verify", "--message", "copy", cwd=ROOT)
     run("git", "clone", "--quiet", origin, folder / "checkout", cwd=folder)
     return folder / "checkout"
 
