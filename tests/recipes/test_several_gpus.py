@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tools.recipes import RECIPES, launch, logged
+from tools.support import assert_results
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import data  # isort: skip
@@ -76,18 +77,33 @@ def test_two_gpus_train_like_one(tmp_path, model, files, monkeypatch, recipe, co
         assert (others[name].float() - weight).norm() <= 2e-3 * weight.norm(), name
 
 
+def run_tool(command, name, *arguments):
+    """Run a program of `tests/tools` by a command that launches two processes."""
+    tests = Path(__file__).parents[1]
+    paths = [str(tests), str(tests.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    program = [*map(str, [*command, tests / "tools" / name, *arguments])]
+    result = subprocess.run(program, capture_output=True, text=True, timeout=300, env=environment)
+    assert result.returncode == 0, result.stderr[-4000:]
+
+
 @pytest.mark.parametrize("options", [{"beta": 0.1}, {"algorithm": "rloo", "lora": True}], ids=["grpo", "rloo, adapter"])
 @pytest.mark.parametrize("config", SHARDED)
 def test_shared_prompts_on_two_gpus(tmp_path, config, options):
     """GRPO and RLOO log what TRL's trainers, which repeat each prompt, log with the same completions."""
     options = {"per_device_train_batch_size": 2, "max_steps": 4, "use_cpu": False, "dtype": "float32"} | options
-    tests = Path(__file__).parents[1]
-    paths = [str(tests), str(tests.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    command = [*accelerate(config), tests / "tools" / "grpo.py", json.dumps(options), tmp_path / "runs.json"]
-    result = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=300, env=environment)
-    assert result.returncode == 0, result.stderr[-4000:]
+    run_tool(accelerate(config), "grpo.py", json.dumps(options), tmp_path / "runs.json")
     runs = json.loads((tmp_path / "runs.json").read_text())
     for one, two in zip(runs["ours"], runs["stock"], strict=True):
         for key in ("loss", "grad_norm", "reward"):
             assert one[key] == pytest.approx(two[key], rel=1e-3, abs=5e-6), key
+
+
+def test_attention_of_split_rows_is_that_of_whole_rows(tmp_path):
+    """In bits where heads are exchanged: output and, in deterministic mode, gradients. Gathered keys are reordered."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    run_tool(command, "split_attention.py", tmp_path / "found.pt")
+    found = torch.load(tmp_path / "found.pt", map_location="cpu")
+    for name, whole in found["whole"].items():
+        assert torch.equal(found["heads"][name], whole), name
+    assert_results(found["keys"], found["eager"], found["exact"], torch.bfloat16)
