@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import ParallelismConfig
-from accelerate.utils import recursively_apply
 from torch import Tensor
 
 from flashmask_hf.hf.checks.recurrent import is_guarded
@@ -100,8 +99,8 @@ class ContextParallelMixin:
     def _start_context_parallel(self, size: int) -> None:
         """Split rows into `size` shards from here on; a ValueError for models that do not allow it."""
         self._cp_size = size
-        if self._copies > 1:
-            self._gather_shared_rows()
+        if self.accelerator.num_processes > 1:
+            self._gather_evaluations(parts=size if self._shards_inputs else 1)
         if size == 1:
             return
         model = self.accelerator.unwrap_model(self.model)
@@ -123,35 +122,6 @@ class ContextParallelMixin:
     def _copies(self) -> int:
         """Number of ranks that have the same rows, by context and tensor parallelism."""
         return self._cp_size * self.get_tp_size()
-
-    def _gather_shared_rows(self) -> None:
-        """Make accelerate's gathers in evaluations keep every shard of a row, and each whole row once.
-
-        accelerate cuts the last batch as if each rank had other rows.
-        """
-        state, gather = self.accelerator.gradient_state, self.accelerator.gather_for_metrics
-        parts = self._cp_size if self._shards_inputs else 1
-        copies = self._copies // parts
-        processes = self.accelerator.num_processes
-
-        def gather_for_metrics(input_data: Any, use_gather_object: bool = False) -> Any:
-            loader = state.active_dataloader
-            if loader is None or use_gather_object:
-                return gather(input_data, use_gather_object)
-            examples, loader.remainder = loader.remainder, 0  # 0 cuts nothing
-            try:
-                data = gather(input_data)
-            finally:
-                loader.remainder = examples
-            last = parts * examples if state.end_of_dataloader and examples > 0 else None
-
-            def without_copies(x: Tensor) -> Tensor:  # ranks with the same rows are neighbours
-                return x.unflatten(0, (-1, copies, len(x) // processes))[:, 0].flatten(0, 1)[:last]
-
-            return recursively_apply(without_copies, data)
-
-        self.accelerator.gather_for_metrics = gather_for_metrics
-        self.gather_function = gather_for_metrics
 
     @property
     def _counts_rows(self) -> bool:

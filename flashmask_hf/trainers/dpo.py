@@ -88,8 +88,7 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, PairWeightsMixin, 
             or has images without a processor, video, audio, or fewer rows than a batch with `dataloader_drop_last`;
             weights with a loss that is no mean over pairs ("aot", "aot_unpaired", "sft"); images with `row_length`,
             `cp_size` or a PaliGemma; `cp_size` with Liger, `compute_metrics`, an auxiliary loss of experts or rotary
-            positions by length; batches of several rows of a stream where groups of ranks share rows; an example
-            without a column, question or answer, or over the model's positions.
+            positions by length; an example without a column, question or answer, or over the model's positions.
 
     Example:
         ```python

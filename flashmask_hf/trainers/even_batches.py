@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import functools
 import sys
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -27,27 +27,49 @@ class EvenBatchesMixin:
     """
 
     _ended: Any = None  # the iterator of a stream's epoch that has ended
+    _is_idle: bool | None = None  # None outside of evaluations with idle batches
 
     def _idle_batch(self, batch: dict[str, Any]) -> dict[str, Any] | None:
         """Return a batch of the same form that adds nothing to metrics, or None."""
 
     def _get_dataloader(self, dataset: Any, *args: Any, is_training: bool = False, **kwargs: Any) -> Any:
-        processes = self.accelerator.num_processes
-        if isinstance(dataset, IterableDataset) and processes > 1:
-            name = f"{'train' if is_training else 'eval'}_batch_size"
-            size = getattr(self.args, name)
-            if size > 1 and 1 < self._copies < processes and not self._shards_inputs:  # last batches are unequal
-                problem = f"must be 1 for a stream over several groups of ranks that share rows, got {size}"
-                raise ValueError(f"per_device_{name} {problem}; lower it, or pass a map-style Dataset")
-            dataset = copy.copy(dataset)
-            dataset.__class__ = _DealtStream
-            if self._copies == 1 and not isinstance(self.accelerator.gather, functools.partial):
-                self.accelerator.gather = functools.partial(_gather_unequal, self.accelerator.gather)
+        if isinstance(dataset, IterableDataset):
+            own = self.accelerator.process_index // self._copies, self.accelerator.num_processes // self._copies
+            given = dataset._distributed
+            if self._copies > 1 and given and (given.rank, given.world_size) != own:
+                problem = f"must have split {own[0]} of {own[1]} of a stream, got {given.rank} of {given.world_size}"
+                raise ValueError(f"ranks that share rows {problem}; leave split_dataset_by_node out")
+            if own[1] > 1:
+                dataset = copy.copy(dataset)
+                dataset.__class__ = _DealtStream
+                if not isinstance(self.accelerator.gather, partial):
+                    self.accelerator.gather = partial(_gather_unequal, self.accelerator.gather)
         loader = super()._get_dataloader(dataset, *args, is_training=is_training, **kwargs)
         sampler = getattr(loader, "batch_sampler", None)
         if not is_training and isinstance(sampler, BatchSamplerShard) and self._idle_batch({}) is not None:
             sampler.even_batches = False  # even batches would evaluate the first rows again
         return loader
+
+    def _gather_evaluations(self, parts: int) -> None:
+        """Make accelerate's gathers in evaluations keep each row once, or each of its `parts` that ranks compute.
+
+        accelerate gathers as many rows from each rank, and cuts the last batch as if each rank had other rows.
+        """
+        state, gather = self.accelerator.gradient_state, self.accelerator.gather
+        gather_objects, copies = self.accelerator.gather_for_metrics, self._copies // parts
+
+        def gather_for_metrics(input_data: Any, use_gather_object: bool = False) -> Any:
+            if use_gather_object and copies == 1:
+                return gather_objects(input_data, use_gather_object)
+            if self._is_idle:
+                input_data = recursively_apply(lambda x: x[:0] if x.dim() else x, input_data)
+            data = _gather_unequal(gather, input_data, copies)
+            if self._is_idle is None and state.end_of_dataloader and state.remainder > 0:
+                data = recursively_apply(lambda x: x[: parts * state.remainder], data)
+            return data
+
+        self.accelerator.gather_for_metrics = gather_for_metrics
+        self.gather_function = partial(gather_for_metrics, use_gather_object=self.args.eval_use_gather_object)
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list, Any]:
         """Return a step's batches, as many on every rank; none after a stream has ended on any."""
@@ -56,7 +78,7 @@ class EvenBatchesMixin:
         if epoch_iterator is self._ended:
             return [], None
         batches = list(islice(epoch_iterator, num_batches))
-        if _counts(self.accelerator, len(batches)).min() < num_batches:
+        if _counts(self, len(batches)).min() < num_batches:
             self._ended, batches = epoch_iterator, []
         return super().get_batch_samples(iter(batches), num_batches, device)
 
@@ -117,33 +139,34 @@ class _EvenBatches:
 
     def __iter__(self) -> Iterator[Any]:
         batches, last = iter(self.loader), None
+        has_idle = self.trainer._idle_batch({}) is not None
         while True:
             batch = next(batches, None)
-            found = _counts(self.trainer.accelerator, int(batch is not None))
+            found = _counts(self.trainer, int(batch is not None))
             if not found.all():
-                if not found.any() or self.trainer._idle_batch({}) is None:
+                if not found.any() or not has_idle:
+                    self.trainer._is_idle = None
                     if batch is not None:
                         self.loader.end()  # otherwise it stays accelerate's active loader
                     return
                 if last is None:  # a rank without any rows takes the form of another rank's batch
                     last = broadcast_object_list([send_to_device(batch, "cpu")], from_process=int(found.argmax()))[0]
-                if batch is None:
-                    batch = self.trainer._idle_batch(last)
-            last = batch
-            yield batch
+            self.trainer._is_idle = batch is None if has_idle else None
+            last = self.trainer._idle_batch(last) if batch is None else batch
+            yield last
 
 
-def _gather_unequal(gather: Any, data: Any) -> Any:
-    """Gather nested tensors with unequal numbers of rows per rank, as in the last batches of a stream."""
+def _gather_unequal(gather: Any, data: Any, copies: int = 1) -> Any:
+    """Gather nested tensors of unequal lengths, once from each `copies` neighbouring ranks, which share rows."""
 
     def gather_one(x: torch.Tensor) -> torch.Tensor:
         if not x.dim():
-            return gather(x)
+            return gather(x)[::copies]
         sizes = gather(torch.tensor([len(x)], device=x.device)).tolist()
         padded = x.new_zeros(max(sizes), *x.shape[1:])
         padded[: len(x)] = x
         parts = gather(padded).unflatten(0, (len(sizes), max(sizes)))
-        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)][::copies])
 
     return recursively_apply(gather_one, data, error_on_other_type=True)
 
@@ -152,8 +175,13 @@ def _mean(values: torch.Tensor, weights: torch.Tensor) -> float:
     return ((values * weights).sum() / weights.sum()).item()
 
 
-def _counts(accelerator: Any, count: int) -> torch.Tensor:
-    """Return each rank's count, int64 [ranks], on the CPU."""
+def _counts(trainer: Any, count: int) -> torch.Tensor:
+    """Return each rank's count, int64 [ranks], on the CPU; a ValueError if ranks that share rows differ."""
+    accelerator = trainer.accelerator
     if accelerator.num_processes == 1:
         return torch.tensor([count])  # without synchronising the host
-    return accelerator.gather(torch.tensor(count, device=accelerator.device)).cpu()  # [] has no rows to pad
+    counts = accelerator.gather(torch.tensor(count, device=accelerator.device)).cpu()  # [] has no rows to pad
+    if counts.unflatten(0, (-1, trainer._copies)).diff().any():
+        problem = f"must read as many batches of a stream, got {counts.min()} and {counts.max()}"
+        raise ValueError(f"ranks that share rows {problem}; give each the same stream")
+    return counts

@@ -98,8 +98,8 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, SplitAnswersMixin,
         ValueError: for another attention, `neftune_noise_alpha`, `label_smoothing_factor`, dispatched batches, prompt
             learning, activated LoRA, adapters of another task or that do not save the head, sampling by missing
             lengths, counts of `input_ids` (`include_num_input_tokens_seen`), `cp_size` with Liger or rotary positions
-            by length, batches of several rows of a stream where groups of ranks share rows, a processor, arguments that
-            contradict each other, or a dataset that has images, a transform, an invalid row or no row left.
+            by length, a processor, arguments that contradict each other, or a dataset that has images, a transform, an
+            invalid row or no row left.
 
     Example:
         ```python

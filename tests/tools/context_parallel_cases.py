@@ -98,7 +98,7 @@ def trainer_of(
         model,
         SFTConfig(**settings | changes),
         train_dataset=data,
-        eval_dataset=data.select(range(10)),  # three rows, so that the last batch of two is smaller
+        eval_dataset=data.select(range(10)) if isinstance(data, Dataset) else data,  # three rows: a smaller last batch
         processing_class=word_tokenizer(),
         peft_config=peft_config,
     )

@@ -13,7 +13,7 @@ from tools.tiny import llama_config, preference_rows, trainer_settings, word_tok
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from trl import SFTConfig, SFTTrainer
 
-from flashmask_hf.collators import DataCollatorForBlockDiffusion
+from flashmask_hf.collators import DataCollatorForBlockDiffusion, DataCollatorForPackedLanguageModeling
 from flashmask_hf.trainers import (
     MultiAnswerRewardConfig,
     MultiAnswerRewardTrainer,
@@ -39,12 +39,13 @@ def stream(*sizes: int) -> IterableDataset:
     return IterableDataset.from_generator(rows, gen_kwargs={"shards": shards})
 
 
-def trainer_of(train: Any, evaluated: Any = None, **options: Any) -> PackedSFTTrainer:
+def trainer_of(train: Any, evaluated: Any = None, collator: Any = None, **options: Any) -> PackedSFTTrainer:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(llama_config(initializer_range=0.3), attn_implementation="flashmask")
     return PackedSFTTrainer(
         model,
         SFTConfig(**trainer_settings(tempfile.mkdtemp()) | {"max_length": 16, "max_steps": 3} | options),
+        collator,
         train_dataset=train,
         eval_dataset=evaluated,
         processing_class=word_tokenizer(),
@@ -77,6 +78,15 @@ def evaluated(data: Any, **options: Any) -> Any:
         return {name: last[f"eval_{name}"] for name in ("loss", "entropy", "mean_token_accuracy")}
 
     return case
+
+
+def predicted(group: Any) -> dict[str, Any]:
+    """Logits of five rows, in batches of two and of one; a process has no second batch."""
+    collator = DataCollatorForPackedLanguageModeling(max_length=16)
+    trainer = trainer_of(stream(60), None, collator, per_device_eval_batch_size=2)
+    found = [trainer.predict(data).predictions for data in (whole(12), stream(12))]
+    assert [x.shape for x in found] == [(5, 16, 64)] * 2  # in every process
+    return {"sums": [float(abs(x).sum()) for x in found]}
 
 
 def weighed(group: Any) -> dict[str, Any]:
@@ -190,10 +200,10 @@ def noised(group: Any) -> dict[str, Any]:
 
 CASES = {
     "diffusion": noised,
+    "predicted": predicted,
     "prefixes": prefixes,
     "train, shards of unequal rows": trained(38, 22),
     "train, one shard": trained(60),
-    "train, three shards": trained(20, 30, 10),
     "train, accumulation": trained(38, 22, steps=3),
     "weighed": weighed,
     "weighed pairs": weighed_pairs,

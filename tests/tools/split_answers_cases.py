@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from accelerate import ParallelismConfig
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from datasets.fingerprint import get_temporary_cache_files_directory
 from peft import LoraConfig
 from tools import context_parallel_cases as rows
@@ -95,14 +95,30 @@ def dpo_trainer(
         reference,
         SharedQuestionDPOConfig(**settings_of(group, name) | options | changes),
         train_dataset=data,
-        eval_dataset=data.select(range(5)),  # the last batch of two is smaller
+        eval_dataset=few(data),
         processing_class=word_tokenizer(),
         peft_config=peft_config,
     )
 
 
+def few(data: Any) -> Any:
+    """Return a stream, or five rows of a data set, so that the last batch of two is smaller."""
+    return data if isinstance(data, IterableDataset) else data.select(range(5))
+
+
+def streamed(group: Any, data: Dataset) -> dict[str, Any]:
+    """Return options of a case whose last batches in two groups of ranks have two rows and one, as in one process."""
+    order = [0, 1, 2, 3, 4, 5, 6] if group.size() > 1 else [0, 2, 1, 3, 4, 6, 5]
+    rows = data.select(order).to_list()
+    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1 if group.size() > 1 else 2}
+    sizes |= {"per_device_eval_batch_size": 2 if group.size() > 1 else 4}
+    return {"data": IterableDataset.from_generator(lambda: iter(rows)), **sizes, **EVALUATED}
+
+
 CHECKPOINTED = {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": False}}
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
+RESUMED = {"save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch", "learning_rate": 0.01}
+RESUMED["adam_epsilon"] = 1e-3  # Adam's first steps would enlarge rounding of small gradients
 
 
 def dpo(group: Any) -> dict[str, Any]:
@@ -110,6 +126,16 @@ def dpo(group: Any) -> dict[str, Any]:
     trainer = dpo_trainer(group, "dpo", **CHECKPOINTED, **EVALUATED)
     trainer.train()
     return results(trainer, group, "dpo", DPO_METRICS)
+
+
+def dpo_stream(group: Any) -> dict[str, Any]:
+    """A stream with unequal last batches, before which the run in groups resumes."""
+    options = streamed(group, pairs()) | RESUMED
+    if group.size() > 1:
+        dpo_trainer(group, "dpo stream", **options | {"max_steps": 1}).train()
+    trainer = dpo_trainer(group, "dpo stream", **options)
+    trainer.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-1" if group.size() > 1 else None)
+    return results(trainer, group, "dpo stream", DPO_METRICS)
 
 
 def dpo_losses(group: Any) -> dict[str, Any]:
@@ -133,9 +159,7 @@ def dpo_weights(group: Any) -> dict[str, Any]:
 def dpo_adapter(group: Any) -> dict[str, Any]:
     """An adapter and the head of a model with windows; the run in groups resumes from its first step."""
     config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, modules_to_save=["lm_head"])
-    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch", "learning_rate": 0.01}
-    options |= {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}
-    options |= {"adam_epsilon": 1e-3}  # Adam's first steps would enlarge rounding of small gradients
+    options: dict[str, Any] = RESUMED | {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}
     resume = None
     if group.size() > 1:
         torch.manual_seed(0)
@@ -166,6 +190,9 @@ def comparisons(most: int) -> Dataset:
 def reward(group: Any, name: str = "reward", kind: str = "llama", heads: int = 4, **changes: Any) -> dict[str, Any]:
     """Two or more answers to a question; keys are exchanged; checkpoints, evaluation and predictions."""
     adapts, data = changes.pop("adapts", False), comparisons(changes.pop("most", 3))
+    if name == "reward stream":
+        changes |= streamed(group, data)
+        data = changes.pop("data")
     config = model_of(kind, 8, heads).config
     config.num_labels, config.pad_token_id = 1, 0
     torch.manual_seed(0)
@@ -176,13 +203,13 @@ def reward(group: Any, name: str = "reward", kind: str = "llama", heads: int = 4
         model,
         MultiAnswerRewardConfig(**settings_of(group, name) | EVALUATED | changes),
         train_dataset=data,
-        eval_dataset=data.select(range(5)),
+        eval_dataset=few(data),
         processing_class=word_tokenizer(),
         peft_config=adapter if adapts else None,
     )
     trainer.train()
     found = results(trainer, group, name, REWARD_METRICS)
-    predicted = trainer.predict(data.select(range(5)))
+    predicted = trainer.predict(few(data))
     return found | {"predicted": predicted.predictions.flatten().tolist()}
 
 
@@ -215,6 +242,20 @@ ANSWERS = {"reward": partial(reward, **CHECKPOINTED), "reward adapter": reward_a
 EVALUATIONS = {"dpo": 2, "dpo weights": 2} | {name: 2 for name in ANSWERS if name.startswith("reward")}
 """Number of evaluations of a case, if any."""
 
-CASES = rows.CASES | ANSWERS
+
+def sft_stream(group: Any) -> dict[str, Any]:
+    """Evaluation of a stream of rows, as many as leave one group of ranks without a last batch."""
+    data = rows.examples().select(range(21)).to_list()
+    options = {"data": IterableDataset.from_generator(lambda: iter(data)), "per_device_eval_batch_size": 2}
+    trainer = rows.trainer_of(group, "sft stream", model_of("llama", 8, 4), max_steps=1, **options, **EVALUATED)
+    trainer.train()
+    return rows.outcome(trainer, group, "sft stream")
+
+
+STREAMS = {"sft stream": sft_stream, "dpo stream": dpo_stream}
+STREAMS["reward stream"] = partial(reward, name="reward stream")
+
+CASES = rows.CASES | ANSWERS | STREAMS
 
 GROUPS = rows.GROUPS | {name: (1, 2) for name in ANSWERS} | {name: (1, 2, 4) for name in ("dpo", "reward")}
+GROUPS |= {name: (1, 4) for name in STREAMS}

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import ParallelismConfig
+from accelerate import Accelerator, ParallelismConfig
 from datasets import Dataset
 from tools.context_parallel_cases import CASES, GROUPS
 from tools.documents import SAME
 from tools.processes import each_case, left_out, result, run_cases
-from tools.split_answers_cases import ANSWERS, EVALUATIONS, pairs
+from tools.split_answers_cases import ANSWERS, EVALUATIONS, STREAMS, pairs
 from tools.support import rounding
 from tools.tiny import TRAINER_WARNINGS, llama_config, trainer_settings, word_tokenizer
 from transformers import AutoModelForCausalLM, Lfm2Config, MixtralConfig
@@ -33,10 +33,8 @@ pytestmark = TRAINER_WARNINGS
 SIZES = (1, 2, 4)
 
 
-FULL = {"compiled", "uninterrupted", "resumed", "weighed", "full-4", "dpo-4", "reward-4"} | {*ANSWERS} - {
-    "dpo",
-    "reward",
-}
+FULL = {"compiled", "uninterrupted", "resumed", "weighed", "full-4", "dpo-4", "reward-4", *STREAMS}
+FULL |= {*ANSWERS} - {"dpo", "reward"}
 """Cases, and a case in groups of 4, that make test leaves out."""
 
 
@@ -93,6 +91,18 @@ def test_trainers_of_answers_are_those_of_one_process(found, size, name):
     for key, weight in one.items():
         stored = 2 * torch.finfo(weight.dtype).eps * weight.norm()
         assert (several[key] - weight).norm() <= rounding(STEP) * moved + stored, key
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", STREAMS)
+def test_streams_in_two_groups_are_those_of_one_process(found, name):
+    want, got = result(found, 1, name), result(found, 4, name)
+    compared = {key for key in want if key.startswith("eval_")} - {"eval_mask_sparsity"}  # of one rank's batch
+    compared |= want.keys() & {"loss", "grad_norm", "num_tokens", "num_input_tokens_seen", "predicted"}
+    scale = max(map(abs, want["loss"]))
+    for key in compared:  # metrics of training average two groups' rows, and one process's batches
+        assert got[key] == pytest.approx(want[key], rel=rounding(STEP), abs=rounding(STEP) * scale), key
+    assert len(got["loss"]) == len(got["eval_loss"]) == (1 if name == "sft stream" else 2)
 
 
 def test_shared_prefixes_on_split_rows_are_stock(found):
@@ -318,6 +328,7 @@ def test_answers_rows_are_padded_and_predictions_refused(tmp_path):
 
 def test_copies_of_pairs_under_tensor_parallelism_are_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr(SplitDPOTrainer, "get_tp_size", lambda self: 2)
+    monkeypatch.setattr(Accelerator, "num_processes", 2)
     trainer = split_dpo(tmp_path, {"parallelism_config": None})
     assert "gather_for_metrics" in vars(trainer.accelerator)  # in place of accelerate's, which cuts copies as if rows
 

@@ -50,6 +50,12 @@ def test_evaluation_on_several_processes_reads_every_row_once(found, name):
 
 
 @pytest.mark.full
+def test_each_row_is_predicted_once(found):
+    want, got = result(found, 1, "predicted"), result(found, 2, "predicted")
+    assert got["sums"] == pytest.approx(want["sums"], rel=BOUND)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "evaluations"), [("weighed", 0), ("weighed pairs", 1)])
 def test_weights_are_divided_by_the_sum_of_all_processes(found, name, evaluations):
     want, got = result(found, 1, name), result(found, 2, name)
@@ -92,7 +98,7 @@ class Stock:
     """Trainer's part of what the mixin extends."""
 
     _copies = 1
-    args = SimpleNamespace(train_batch_size=4, eval_batch_size=1)
+    args = SimpleNamespace(eval_use_gather_object=False)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list, Any]:
         return list(epoch_iterator), None
@@ -114,8 +120,9 @@ class OneOfTwo(EvenBatchesMixin, Stock):
         counts = iter(others or [])
         self.train_dataset = IterableDataset.from_generator(lambda: iter([]))
         self.accelerator = SimpleNamespace(
-            num_processes=2, device="cpu", gather=lambda x: torch.stack([x, torch.tensor(next(counts))])
-        )
+            num_processes=2, process_index=0, device="cpu",
+            gather=lambda x: torch.stack([x, torch.tensor(next(counts))]),
+        )  # fmt: skip
         self._has_idle_batch = idle
 
     def _idle_batch(self, batch: Any) -> Any:
@@ -131,6 +138,18 @@ def test_an_epoch_ends_with_the_process_that_has_the_fewest_batches():
     assert trainer.get_batch_samples(iter(range(2)), 2, "cpu")[0] == [0, 1]  # of the next epoch
 
 
+def test_a_gather_of_unequal_batches_leaves_copies_out():
+    def gather(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x, x, *[torch.tensor([1] if x.dtype == torch.int64 else [7.0, 0.0])] * 2])
+
+    trainer: Any = OneOfTwo()
+    trainer._copies, state = 2, SimpleNamespace(end_of_dataloader=True, remainder=-1)  # the end of a stream
+    trainer.accelerator = SimpleNamespace(gather=gather, gather_for_metrics=None, gradient_state=state)
+    trainer._gather_evaluations(parts=1)
+    gathered = trainer.accelerator.gather_for_metrics
+    assert gathered({"loss": torch.tensor([5.0, 6.0])})["loss"].tolist() == [5.0, 6.0, 7.0]
+
+
 def test_a_gather_takes_no_rows_and_no_other_type():
     both = partial(even_batches._gather_unequal, lambda x: torch.cat([x, x]))
     assert both([torch.ones(0, 3)])[0].shape == (0, 3)
@@ -144,13 +163,15 @@ def test_first_rows_fill_the_last_batch_only_where_no_idle_batch_can(training, i
     assert loader.batch_sampler.even_batches is even
 
 
-def test_a_stream_of_pairs_needs_batches_of_one_where_ranks_share_rows():
-    trainer: Any = OneOfTwo()
+def test_ranks_that_share_rows_must_read_the_same_rows_of_a_stream():
+    trainer: Any = OneOfTwo(others=[1])
+    trainer._copies = 2
     stream = IterableDataset.from_generator(lambda: iter([]))
-    trainer._copies, trainer.accelerator.num_processes, trainer._shards_inputs = 2, 4, False
-    with pytest.raises(ValueError, match="must be 1 for a stream over several groups"):
-        trainer._get_dataloader(stream, is_training=True)
-    trainer._get_dataloader(stream)  # batches of one evaluate
+    assert trainer._get_dataloader(stream).dataset is stream  # only one group
+    with pytest.raises(ValueError, match="must have split 0 of 1 of a stream, got 0 of 2; leave split_dataset_by_node"):
+        trainer._get_dataloader(split_dataset_by_node(stream, 0, 2))
+    with pytest.raises(ValueError, match="must read as many batches of a stream, got 1 and 2; give each the same"):
+        trainer.get_batch_samples(iter(range(2)), 2, "cpu")
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split by the caller"])

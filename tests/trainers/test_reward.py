@@ -6,6 +6,7 @@ import logging
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from tools.model_pairs import BOUND
@@ -260,6 +261,7 @@ def test_the_last_step_of_an_epoch_logs_all_of_its_batches(model_path, tokenizer
 
 def test_a_tensor_parallel_group_counts_its_tokens_once(model_path, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(MultiAnswerRewardTrainer, "get_tp_size", lambda self: 2)
+    monkeypatch.setattr(Accelerator, "num_processes", 2)
     trainer = make(MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path)
     assert "gather_for_metrics" in vars(trainer.accelerator)  # in place of accelerate's, which cuts copies as if rows
     alone = one_step(trainer)[2]["num_tokens"]
