@@ -1,7 +1,8 @@
-"""Measure training of embedding models and rerankers: real tokens per second and peak memory.
+"""Measure training of embedding models, rerankers and image towers: real tokens per second and peak memory.
 
     python recipes/benchmarks/embeddings.py --csv embeddings.csv
     python recipes/benchmarks/embeddings.py --shapes bert-base --cases sentences --pairs 32 512
+    python recipes/benchmarks/embeddings.py --shapes qwen2.5-vl-3b --cases tower --csv towers.csv
     python recipes/benchmarks/embeddings.py --shapes bert-tiny tiny --pairs 8 --query 32 --document 16 --device cpu
 
 A step is forward and backward of the loss, without optimizer. Models have random weights, in bfloat16 (float32 on a
@@ -11,7 +12,8 @@ no padding.
 Cases: `sentences` and `passages` learn by in-batch negatives (MultipleNegativesRankingLoss). Encoders average a text's
 tokens, decoders take its last. `sentences` have 5 to 197 tokens (log-normal, median 14, as docstrings); `passages` have
 texts of 16 to 512 tokens (median 100) on one side. `rerank` learns which of 16 documents fits a query;
-`rerank_scores` scores them without gradients.
+`rerank_scores` scores them without gradients. `tower` is the tower of a Qwen2.5-VL on `--images` images of 16 to 64
+patches in height and width, each a token here.
 
 `flashmask` runs flat rows, and computes a reranker's query once (`share_prefixes`). `sdpa` and `flash_attention_2`,
 `_3` and `_4` pad; `_flat` runs FlashAttention on flat rows. Outputs must differ before by less than a fifth of what
@@ -32,7 +34,7 @@ import torch
 from harness import Flag, Measured, Rows, available, contest, free_memory, program
 from shapes import SHAPES, build_model
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from flashmask_hf import share_prefixes
 from flashmask_hf.sharing import _pack
@@ -40,7 +42,7 @@ from flashmask_hf.sharing import _pack
 PADDED = ("sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 PROVIDERS = ("flashmask", *PADDED, *(f"{name}_flat" for name in PADDED[1:]))
 LENGTHS = {"sentences": (14, 0.755, 5, 197), "passages": (100, 0.6, 16, 512)}  # median, sigma of the log, limits
-CASES = (*LENGTHS, "rerank", "rerank_scores")
+CASES = (*LENGTHS, "rerank", "rerank_scores", "tower")
 DOCUMENTS, YES, NO = 16, 5, 6
 RATE = "tokens_per_second"
 
@@ -132,6 +134,28 @@ class Reranker:
         return -outputs.view(-1, DOCUMENTS).log_softmax(-1)[:, 0].mean()
 
 
+class Tower:
+    """The image tower of a model, and images."""
+
+    def __init__(self, shape: str, case: str, images: int, a: Any):
+        model = build_model(shape, a.device, kind=AutoModelForImageTextToText, checkpointing=False)
+        self.model, generator = model.model.visual, torch.Generator().manual_seed(images)
+        sides = 2 * torch.randint(8, 33, (images, 2), generator=generator)
+        self.grids = nn.functional.pad(sides, (1, 0), value=1).to(a.device)
+        self.tokens = self.slots = int(sides.prod(1).sum())
+        patches = torch.randn(self.tokens, 6 * self.model.config.patch_size**2, generator=generator)
+        self.patches = patches.to(a.device, self.model.dtype)
+
+    def outputs(self, provider: str) -> Tensor:
+        """Return the states of the patches, [patches, D]."""
+        self.model.set_attn_implementation(provider)
+        return self.model(self.patches, grid_thw=self.grids).last_hidden_state.float()
+
+    def loss(self, outputs: Tensor) -> Tensor:
+        """Return the mean square."""
+        return outputs.square().mean()
+
+
 def measure(case: str, bench: Any, providers: Sequence[str], a: Any) -> Rows:
 
     def step(name: str) -> Tensor:
@@ -175,18 +199,22 @@ def measure(case: str, bench: Any, providers: Sequence[str], a: Any) -> Rows:
     query=Flag(512, help="tokens of a reranker's query"),
     document=Flag(256, help="tokens of each of its 16 documents"),
     queries=Flag([1], help="queries in a reranker's batch"),
+    images=Flag([8, 64], help="images in a tower's batch"),
     providers=Flag(PROVIDERS, PROVIDERS),
     turns=7,
 )
 def main(a: argparse.Namespace) -> Iterator[Rows]:
     running = available(a.providers, a.device)
     for shape, case in product(a.shapes, a.cases):
-        ranks = case.startswith("rerank")
-        if ranks and shape.startswith("bert"):  # each token sees the document
+        ranks, tower = case.startswith("rerank"), case == "tower"
+        if tower != ("vision_config" in SHAPES[shape]) or (ranks and shape.startswith("bert")):  # sees the document
             continue
-        providers = [name for name in running if not (ranks and name.endswith("_flat"))]
-        for size in a.queries if ranks else a.pairs:
-            rows = measure(case, (Reranker if ranks else Embedder)(shape, case, size, a), providers, a)
+        kind, sizes, providers = Embedder, a.pairs, running
+        if ranks or tower:
+            kind, sizes = (Reranker, a.queries) if ranks else (Tower, a.images)
+            providers = [name for name in running if not name.endswith("_flat")]
+        for size in sizes:
+            rows = measure(case, kind(shape, case, size, a), providers, a)
             free_memory()
             yield [{"shape": shape, "case": case, "size": size, **row} for row in rows]
 

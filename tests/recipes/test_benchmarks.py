@@ -521,9 +521,10 @@ def test_embeddings(run, monkeypatch):
     """Also where a provider is wrong."""
     import embeddings
 
-    flags = ["--pairs", 3, "--query", 16, "--document", 4, "--turns", 1, "--deadline", 1e6]
-    rows = run("embeddings", "--shapes", "bert-tiny", "tiny", "--cases", "sentences", "rerank", *flags)
-    cases = [("bert-tiny", "sentences"), ("tiny", "sentences"), ("tiny", "rerank")]
+    flags = ["--pairs", 3, "--query", 16, "--document", 4, "--images", 2, "--turns", 1, "--deadline", 1e6]
+    shapes, cases = ["bert-tiny", "tiny", "qwen2.5-vl-tiny"], ["sentences", "rerank", "tower"]
+    rows = run("embeddings", "--shapes", *shapes, "--cases", *cases, *flags)
+    cases = [("bert-tiny", "sentences"), ("tiny", "sentences"), ("tiny", "rerank"), ("qwen2.5-vl-tiny", "tower")]
     found = [(row["shape"], row["case"], row["provider"]) for row in rows]
     assert found == [(*case, provider) for case in cases for provider in ("flashmask", "sdpa")]
     assert all(float(row["difference"]) < 1e-5 and float(row["tokens_per_second"]) > 0 for row in rows)
