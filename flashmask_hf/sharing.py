@@ -110,9 +110,9 @@ def _can_share(call: Call) -> bool:
         return False
     if positions is not None and (positions.dim() != 2 or positions.shape[1] != tokens.shape[1]):
         return False
-    others = [value for name, value in call.named.items() if name not in {"input_ids", *_REPLACED}]
-    if any(isinstance(value, (Tensor, list, tuple, Mapping)) for value in others):  # of each token, or of images
-        return False
+    others = [x for name, x in call.named.items() if name not in {"input_ids", *_REPLACED}]
+    if any(isinstance(x, (list, tuple, Mapping)) or (isinstance(x, Tensor) and x.dim() > 0) for x in others):
+        return False  # of each token, or of images; num_items_in_batch has no axis
     if any(map(drops, call.model.modules())):
         _warn_of_dropout(call.name)
         return False

@@ -18,9 +18,12 @@ from tools.vision import tiny_model
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    DataCollatorForSeq2Seq,
     DynamicCache,
     GPT2Config,
     Qwen3MoeConfig,
+    Trainer,
+    TrainingArguments,
 )
 
 import flashmask_hf
@@ -408,6 +411,22 @@ def test_drawn_batches(seed):
     for form in ("padded on the left", "flat, numbered and padded"):
         compare(shared, stock, FORMS[form](rows))
     assert _pack.cache_info().misses >= 1
+
+
+def test_the_trainer_of_transformers(tmp_path):
+    """It passes the number of the step's labels, a tensor, to the model."""
+    rows = sequences(prompts=1)
+    data = Dataset.from_dict({"input_ids": rows, "labels": [[IGNORED, *own[1:]] for own in rows]})
+    settings = trainer_settings(tmp_path) | {"max_steps": 2, "learning_rate": 0.1, "optim": "sgd"}
+    runs = []
+    for model in shared_pair():
+        trainer = Trainer(
+            model, TrainingArguments(**settings), DataCollatorForSeq2Seq(word_tokenizer(), padding=True), data
+        )
+        trainer.train()
+        runs.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert _pack.cache_info().misses == 2
+    assert runs[0] == pytest.approx(runs[1], rel=torch.finfo(torch.float32).eps)  # a float32 sum over steps
 
 
 TRAINERS: dict[str, tuple[str, dict[str, Any]]] = {
