@@ -14,6 +14,7 @@ from flashmask_hf.collators.columns import all_have, example_names
 from flashmask_hf.collators.documents import padded
 from flashmask_hf.collators.forest import Forest
 from flashmask_hf.collators.images import TOKEN_TYPES, images_of, media_tokens
+from flashmask_hf.collators.labels import NO_WEIGHT, WEIGHT
 from flashmask_hf.collators.packing import PackingCollator
 from flashmask_hf.collators.rope_index import RopeIndex
 from flashmask_hf.names import IGNORED
@@ -60,7 +61,8 @@ class DataCollatorForPackedVisionLanguageModeling(PackingCollator):
 
     Raises:
         TypeError: also for a tokenizer in place of the processor.
-        ValueError: also for a key with an unknown place in a row, and for other image tokens than the images need.
+        ValueError: also for a `weight`, a key with an unknown place in a row, and other image tokens than the
+            images need.
 
     Example:
         >>> collator = DataCollatorForPackedVisionLanguageModeling(processor)  # doctest: +SKIP
@@ -126,12 +128,13 @@ class DataCollatorForPackedVisionLanguageModeling(PackingCollator):
 
     def _document(self, example: Mapping[str, Any], name: str) -> Document:
         """Return the inputs of an example alone, with positions along the axes of the `rope_index`."""
-        given = {key: value for key, value in example.items() if value is not None}
+        given = {key: value for key, value in example.items() if value is not None and key != "image"}
         if self.collator is None and "input_ids" in given:  # TRL tokenizes datasets without a column of images
             problem = f"{name} is tokenized, but TRL's collator takes raw examples"
             raise ValueError(f"{problem}; keep the column images, or use DataCollatorForPackedLanguageModeling")
-        given["images"] = images_of(given)
-        given.pop("image", None)
+        if WEIGHT in given:
+            raise ValueError(f"{name} has a weight, which is not read with images; {NO_WEIGHT}")
+        given["images"] = images_of(example)
         document = {key: torch.as_tensor(value) for key, value in self._collator(given)([given]).items()}
         unknown = document.keys() - {"input_ids", "labels", "attention_mask", *TOKEN_TYPES, *_PIXELS}
         if unknown:

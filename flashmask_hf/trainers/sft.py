@@ -55,7 +55,8 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
     > Weights
 
     With a column `weight`, a number or one per token, the loss is sum(w * nll) / sum(abs(w)) over an optimizer step on
-    all ranks. Entropy and accuracy count a token abs(w) times; the auxiliary loss of experts has no weights.
+    all ranks. Entropy and accuracy count a token abs(w) times; the auxiliary loss of experts has no weights. A weight
+    beside images raises.
 
     > Logs
 
@@ -152,7 +153,7 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
         if not trl_packs and max_position_embeddings is None:
             max_position_embeddings = getattr(config.get_text_config(), "max_position_embeddings", None)
         if self._packs_images:
-            check_image_options(parts=parts, split=split, formatting_func=kwargs.get("formatting_func"))
+            check_image_options(datasets, parts=parts, split=split, formatting_func=kwargs.get("formatting_func"))
             data_collator = None  # TRL's, for one example
         elif not trl_packs:
             collator = checked_collator(
@@ -230,7 +231,7 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
         super()._set_signature_columns_if_needed()
         names: Any = ()
         if self._packs_images:
-            names = EXAMPLES, self.args.dataset_text_field
+            names = EXAMPLES, self.args.dataset_text_field, WEIGHT  # the collator raises for a weight
         elif not _trl_packs(self.args):  # of rows packed elsewhere
             names = "position_ids", *MASK_COLUMNS, WEIGHT, LABEL_WEIGHTS, "example_lengths"
         self._signature_columns += [name for name in names if name not in self._signature_columns]

@@ -9,10 +9,11 @@ from accelerate import PartialState
 from datasets import Dataset
 
 from flashmask_hf.collators.dataset import first_row, unformatted, warn_of_weights
+from flashmask_hf.collators.labels import WEIGHT
 from flashmask_hf.collators.rope_index import rope_index_of
 from flashmask_hf.collators.vision import DataCollatorForPackedVisionLanguageModeling
 from flashmask_hf.hf.models import unwrap_peft
-from flashmask_hf.trainers.data_checks import IMAGES, each_dataset, has_images, without_media
+from flashmask_hf.trainers.data_checks import IMAGES, each_dataset, has_images, named_datasets, without_media
 from flashmask_hf.trainers.image_rows import EXAMPLES, RowCollator, pack_examples
 from flashmask_hf.trainers.option_checks import checked_collator
 from flashmask_hf.trainers.sft_data import check_columns, packing_report
@@ -34,9 +35,12 @@ def packs_images(dataset: Any, config: Any) -> bool:
     return any(column in first_row(dataset, "the train dataset") for column in IMAGES)
 
 
-def check_image_options(*, parts: int, split: bool, formatting_func: Any) -> None:
-    """Raise a ValueError for options that rows with images do not support."""
+def check_image_options(datasets: Any, *, parts: int, split: bool, formatting_func: Any) -> None:
+    """Raise a ValueError for options, and a weight in a dataset's first row, that rows with images do not support."""
+    named = [(name, dataset) for name, dataset in named_datasets(*datasets) if dataset is not None]
+    weighed = any(first_row(dataset, f"the {name} dataset").get(WEIGHT) is not None for name, dataset in named)
     refused = {
+        f"a column {WEIGHT}": (weighed, "the loss does not read it; repeat or leave out examples, and remove it"),
         "cp_size > 1 (parallelism_config)": (parts > 1, "an image's tokens would be on several ranks; set cp_size=1"),
         "split=True": (split, "images are never cut; leave it out"),
         "formatting_func": (formatting_func, "TRL does not read it with images; apply it before, by dataset.map"),
@@ -70,8 +74,7 @@ class ImagesMixin:
             if collator.completion_only_loss is not None:
                 stock.completion_only_loss = collator.completion_only_loss
             collator = replace(collator, collator=stock, completion_only_loss=None)
-        if collator.rope_index is None:
-            collator = replace(collator, rope_index=rope_index_of(model))
+        collator = replace(collator, rope_index=collator.rope_index or rope_index_of(model))
         self._lengths_of = collator.collator if isinstance(collator.collator, type(stock)) else stock
         self.data_collator, self._max_image_tokens = collator, max_image_tokens
         # TRL's loss divides by a step's learned tokens. Some models' own losses do not (Qwen-VL, Gemma 4), and Trainer

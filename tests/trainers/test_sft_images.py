@@ -236,6 +236,19 @@ def test_wrong_set_ups_raise(tmp_path, wrong):
         trainer_of(tmp_path, **options)
 
 
+@pytest.mark.parametrize("kwargs", [None, {"skip_prepare_dataset": True}], ids=["packed", "a batch is a row"])
+def test_a_weight_beside_images_raises(tmp_path, kwargs):
+    weighed = DATA.add_column("weight", [0.0] + [1.0] * 7)
+    for data in (weighed, weighed.to_iterable_dataset()):
+        with pytest.raises(
+            ValueError, match="a column weight with a dataset of images: the loss does not read it; repeat"
+        ):
+            trainer_of(tmp_path, data=data, dataset_kwargs=kwargs)
+    late = DATA.add_column("weight", [None] * 7 + [1.0])
+    with pytest.raises(ValueError, match="has a weight, which is not read with images; rename or remove the column"):
+        trainer_of(tmp_path, data=late, dataset_kwargs=kwargs, max_length=320).train()
+
+
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_call_without_images_runs_the_tower_for_nothing(kind):
     """Each weight that a call with an image trains gets a gradient, zero in the tower; others stay without."""
