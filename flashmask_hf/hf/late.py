@@ -11,7 +11,7 @@ from flashmask_hf._numbers import check_device
 from flashmask_hf.hf.call import record_documents
 from flashmask_hf.hf.documents import UNBOUNDED, of_bounds, of_positions
 from flashmask_hf.hf.families import family_of
-from flashmask_hf.hf.layer_mask import LayerMask, cached_mask, check_hook_result
+from flashmask_hf.hf.layer_mask import LayerMask, cached_mask, columns_of
 from flashmask_hf.hf.merge import check_form, may_attend_to_encoder, supplied_mask
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import VECTORS
@@ -26,16 +26,15 @@ def late_mask(
     causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
     if isinstance(attention_mask, FlashMask):
         return _own_mask(module, query, attention_mask, kwargs)
-    if attention_mask is not None:
-        check_hook_result(attention_mask)
+    hooked = None if attention_mask is None else columns_of(attention_mask)
     vectors, position_ids = kwargs.get(VECTORS), kwargs.get("position_ids")
     if causal and (position_ids is not None or kwargs.get("cu_seq_lens_q") is not None):
         record_documents()
     if vectors is None:
-        return LayerMask(_separated_mask(module, query, key, attention_mask, causal, kwargs))
+        return LayerMask(_separated_mask(module, query, key, hooked, causal, kwargs))
     record_documents(supplied=True)
     check_form(vectors, causal, getattr(module, "config", None))
-    if not causal and attention_mask is None and hasattr(module, "config"):  # of a model that asked for no mask
+    if not causal and hooked is None and hasattr(module, "config"):  # of a model that asked for no mask
         raise NotImplementedError(
             f"{VECTORS} reached a layer that is not causal and has no mask, as in an image tower; load with "
             "attn_implementation={'text_config': 'flashmask', 'vision_config': 'sdpa'}"
@@ -50,7 +49,7 @@ def late_mask(
             f"{kv_len} keys; pass one column per token, use_cache=False, none to generate, no prompt learning (virtual "
             "tokens), and shards in the context of flashmask_hf.parallel.sequence_parallel"
         )
-    return supplied_mask(vectors, attention_mask, causal, _window_of(module, kwargs), position_ids)
+    return supplied_mask(vectors, hooked, causal, _window_of(module, kwargs), position_ids)
 
 
 def _own_mask(module: nn.Module, query: Tensor, mask: FlashMask, kwargs: dict[str, Any]) -> LayerMask:
@@ -109,9 +108,6 @@ def _separated_mask(
     """
     batch, _, q_len, _ = query.shape
     kv_len, window, bounds = key.shape[2], kwargs.get("sliding_window"), kwargs.get("cu_seq_lens_q")
-    # Columns of the hook have a layer's window; a caller's, as of a drafter's layer, may not.
-    checks_window = window is not None and hooked is not None and not causal and q_len != kv_len
-    limit = 2 * min(window or 0, UNBOUNDED) + 1
     if hooked is not None:
         if hooked.shape[3] != kv_len or not is_one_of(hooked.shape[0], 1, batch):
             raise ValueError(
@@ -138,12 +134,6 @@ def _separated_mask(
 
     def build() -> FlashMask:
         columns = _default_columns(query, kv_len, causal, window) if hooked is None else hooked.detach()
-        if checks_window and not causal:
-            device_assert(
-                (columns[:, :, 0] - columns[:, :, 3] <= limit).all(),
-                "attention_mask shows keys outside of this layer's sliding_window; pass a FlashMask that has the "
-                "window, and sliding_window=None",
-            )
         if marks is not None:
             real = None if hooked is None else hooked[:, 0, 0] > 0
             found = of_bounds(marks, kv_len) if by_bounds else of_positions(marks, real)
@@ -162,7 +152,7 @@ def _separated_mask(
 
     sources = tuple(x for x in (hooked, marks) if x is not None)
     if hooked is not None:
-        return cached_mask(sources, ("hooked", by_bounds, marks is None, checks_window and limit), build)
+        return cached_mask(sources, ("hooked", by_bounds, marks is None), build)
     # Fake tensors have fake masks, and a CUDA graph's mask is in the graph's memory: neither may be cached.
     if type(query) is not Tensor or torch.compiler.is_compiling() or is_capturing(query):
         return build()

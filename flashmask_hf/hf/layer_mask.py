@@ -153,14 +153,29 @@ def _read(rows: Tensor) -> LayerMask:
     return LayerMask(FlashMask(indices, causal=count < 4), keys)
 
 
-def check_hook_result(attention_mask: Any) -> None:
-    """Raise unless the layer's attention_mask has the form of the hook's columns."""
+def marked_columns(columns: Tensor) -> Tensor:
+    """Return the hook's columns as -1 - columns, since a caller's have no negatives."""
+    return -1 - columns
+
+
+def columns_of(attention_mask: Any) -> Tensor:
+    """Return the columns in the hook's result, int32 [B or 1, 1, n, Skv], which have a layer's window.
+
+    Raises:
+        ValueError: the form is wrong.
+        RuntimeError: the mark is missing, as in a caller's columns (a device-side check).
+    """
     got = type(attention_mask).__name__
     if isinstance(attention_mask, Tensor):
         if attention_mask.dtype == torch.int32 and attention_mask.dim() == 4 and attention_mask.shape[2] in (1, 4):
-            return
+            return cached_mask((attention_mask,), ("columns",), lambda: _unmark(attention_mask))
         got = f"{attention_mask.dtype} of shape {list(attention_mask.shape)}"
     raise ValueError(_REFUSED.format(got))
+
+
+def _unmark(columns: Tensor) -> Tensor:
+    device_assert((columns < 0).all(), _REFUSED.format("a tensor of integers"))
+    return -1 - columns
 
 
 def hidden_keys(hooked: Tensor, q_len: int) -> Tensor:

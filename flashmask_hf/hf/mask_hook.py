@@ -20,7 +20,7 @@ from flashmask_hf.hf.call import Call, call_of, record_documents
 from flashmask_hf.hf.documents import Documents, check_one_document, of_numbers
 from flashmask_hf.hf.families import refuse_unsupported
 from flashmask_hf.hf.keywords import check_window
-from flashmask_hf.hf.layer_mask import LayerMask, marked_rows
+from flashmask_hf.hf.layer_mask import LayerMask, marked_columns, marked_rows
 from flashmask_hf.hf.mask_reader import Rows, TraceContext, trace
 from flashmask_hf.hf.merge import check_form, may_attend_to_encoder, shown_earlier, supplied_mask
 from flashmask_hf.intervals import hide_keys
@@ -62,8 +62,8 @@ def mask_hook(
         kwargs: `config`, `local_size` and `use_vmap` are read.
 
     Returns:
-        Tensor: int32 [B or 1, 1, n, Skv]: LTS of the causal form, or LTS, LTE, UTS, UTE. In a model call that the mask
-        could be joined with, marked rows (`marked_rows`).
+        Tensor: int32 [B or 1, 1, n, Skv]: LTS of the causal form, or LTS, LTE, UTS, UTE, as `marked_columns`. In a
+        model call that the mask could be joined with, marked rows (`marked_rows`).
 
     Raises:
         MaskNotRepresentable: a key is hidden from more than two intervals of queries.
@@ -138,7 +138,7 @@ def mask_hook(
         columns = _columns_of(visible, kv_length, q_length, q_offset, ends_together)
     columns = _hide_padding(columns, attention_mask, q_length, kv_offset)
     if call is None:
-        return columns
+        return marked_columns(columns)
     indices = columns.transpose(2, 3).contiguous()
     return marked_rows(LayerMask(FlashMask(indices, causal=indices.shape[3] == 1)))
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from flashmask_hf.dropout import BLOCK, draw_seed, shard_seed
 from flashmask_hf.hf.late import late_mask, whole_heads
-from flashmask_hf.hf.layer_mask import LayerMask, cached_mask, check_hook_result, hidden_keys
+from flashmask_hf.hf.layer_mask import LayerMask, cached_mask, columns_of, hidden_keys
 from flashmask_hf.intervals import count_rows_before, without_causal_flag
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import VECTORS
@@ -129,16 +129,16 @@ def _own_blocks(split: RowSplit) -> Tensor:
 
 def _refuse_padding(attention_mask: Any) -> None:
     """Raise if a 2D mask, which covers this shard alone, hid a key."""
-    check_hook_result(attention_mask)
+    columns = columns_of(attention_mask)
 
     def check() -> None:
         device_assert(
-            ~hidden_keys(attention_mask, attention_mask.shape[3]).any(),
+            ~hidden_keys(columns, columns.shape[3]).any(),
             "a 2D attention_mask hides tokens of a row that is split over processes; leave it out, "
             f"{VECTORS} mark padding",
         )
 
-    cached_mask((attention_mask,), ("padding",), check)
+    cached_mask((columns,), ("padding",), check)
 
 
 def _check_positions(position_ids: Any, split: RowSplit) -> None:

@@ -25,10 +25,12 @@ from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 from transformers.masking_utils import (
     bidirectional_mask_function,
     sliding_window_bidirectional_mask_function,
+    sliding_window_causal_mask_function,
 )
 
 from flashmask_hf import FlashMask, flashmask_attention, masks
 from flashmask_hf.hf import layer_mask, merge
+from flashmask_hf.hf.attention import attention_forward
 from flashmask_hf.hf.late import late_mask, refuse_shard_of_heads
 from flashmask_hf.hf.mask_hook import mask_hook
 
@@ -41,9 +43,10 @@ from flashmask_hf.hf.mask_hook import mask_hook
         (torch.ones(2, 6, dtype=torch.int64), "torch.int64"),
         (torch.ones(2, 6, dtype=torch.int32), r"\[2, 6\]"),
         (torch.ones(2, 1, 6, 6, dtype=torch.int32), "a tensor of integers"),
+        (torch.ones(2, 1, 4, 6, dtype=torch.int32), "a tensor of integers"),
         ("causal", "str"),
     ],
-    ids=["bool", "float", "2D", "2D int32", "int32", "object"],
+    ids=["bool", "float", "2D", "2D int32", "int32", "int32, four queries", "object"],
 )
 @pytest.mark.parametrize("with_vectors", [False, True])
 def test_unknown_attention_mask_is_refused(attention_mask, got, with_vectors):
@@ -63,7 +66,7 @@ def test_dense_attention_mask_of_a_model_is_refused():
 @pytest.mark.parametrize("shape", [(2, 1, 1, 7), (3, 1, 1, 6)], ids=["columns", "batch"])
 def test_hook_result_of_another_shape_is_refused(shape):
     with pytest.raises(ValueError, match=r"attention_mask has batch .*pass a 2D attention_mask"):
-        attend(attention_mask=torch.zeros(shape, dtype=torch.int32))
+        attend(attention_mask=torch.full(shape, -1, dtype=torch.int32))
 
 
 VECTORS = masks.causal_document([2, 4]).indices
@@ -356,7 +359,7 @@ def test_cu_seq_lens_that_cannot_be_honoured_are_refused():
             late_mask(module, query, torch.randn(1, 2, 6, 8), columns, dict(cu_seq_lens_q=edges))
     pieces = torch.tensor([2, 4, 0, 1], dtype=torch.int32).view(1, 1, 4, 1).expand(1, 1, 4, 6)
     with pytest.raises(RuntimeError, match="several intervals of queries"):
-        attend(cu_seq_lens_q=edges, attention_mask=pieces, batch=1)
+        attend(cu_seq_lens_q=edges, attention_mask=layer_mask.marked_columns(pieces), batch=1)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -412,8 +415,9 @@ def test_masks_of_layers_do_not_wait_for_the_device():
     vectors, edges = masks.causal_document([3, 3]).indices, torch.tensor([0, 3, 6], dtype=torch.int32)
     query, module = torch.randn(1, 2, 6, 8), torch.nn.Module()
     with NoSynchronization():
-        columns = mask_hook(batch_size=1, q_length=6, kv_length=6)
-        late_mask(module, query, query, columns, dict(cu_seq_lens_q=edges))
+        hooked = mask_hook(batch_size=1, q_length=6, kv_length=6)
+        late_mask(module, query, query, hooked, dict(cu_seq_lens_q=edges))
+        columns = layer_mask.columns_of(hooked)
         merge.supplied_mask(vectors, columns, True, None, None)
         merge.supplied_mask(vectors, columns, True, 2, None)
         late_mask(module, query, query, None, dict(sliding_window=3))
@@ -479,19 +483,40 @@ def test_a_flashmask_of_other_queries_than_keys_is_the_mask_of_a_layer():
             attend(q_len=6, kv_len=13, attention_mask=mask, is_causal=False, **{name: value})
 
 
-def test_columns_of_a_drafter_that_show_keys_outside_of_the_window_are_refused():
-    """Columns of a caller do not have the layer's window, and columns of the hook do."""
-    columns = masks.draft_blocks([4, 3], [1, 3, 6], 2).bidirectional().indices.transpose(2, 3)
-    with pytest.raises(RuntimeError, match="keys outside of this layer's sliding_window; pass a FlashMask"):
-        attend(q_len=6, kv_len=13, attention_mask=columns, is_causal=False, sliding_window=1)
-    function = sliding_window_bidirectional_mask_function(3)
-    hooked = mask_hook(batch_size=2, q_length=4, kv_length=6, q_offset=2, mask_function=function, use_vmap=False)
-    want, _ = attend(q_len=4, attention_mask=hooked, is_causal=False)
-    assert_near(attend(q_len=4, attention_mask=hooked, is_causal=False, sliding_window=3)[0], want)
+@pytest.mark.parametrize(
+    ("window", "compiled"),
+    [(1, False), (8, False), (128, False), (None, False), pytest.param(8, True, marks=pytest.mark.full)],
+)
+def test_columns_of_a_caller_are_refused_as_they_lack_the_window_of_the_layer(window, compiled, no_compiled_code):
+    """Drafters' masks show few rows per key, but far ones. Columns of the hook have the window of their layers."""
+    run = torch.compile(attention_forward, backend="aot_eager", fullgraph=True) if compiled else attention_forward
+    for mask in (masks.draft_blocks([40], [30, 36], 4), masks.draft_chains([40], [20, 30], [3, 3])):
+        assert (mask.q_len == mask.kv_len) == (mask.kv_len < 48)
+        query, key = layer_inputs(mask.q_len, mask.kv_len)
+        columns = mask.bidirectional().indices.transpose(2, 3)
+        with pytest.raises(RuntimeError, match=r"attention_mask must be None, a FlashMask .* a tensor of integers"):
+            run(torch.nn.Module(), query, key, key, columns, is_causal=False, sliding_window=window)
+
+
+@pytest.mark.parametrize("window", [1, 8, 128])
+@pytest.mark.parametrize("q_len", [30, 12])
+def test_columns_of_the_hook_have_the_window_of_their_layer(window, q_len):
+    for causal, function, given in (
+        (True, sliding_window_causal_mask_function(window), {}),
+        (True, sliding_window_causal_mask_function(window), dict(q_offset=torch.tensor(30 - q_len))),
+        (False, sliding_window_bidirectional_mask_function(window - 1), {}),
+    ):
+        given = dict(batch_size=2, q_length=q_len, kv_length=30, q_offset=30 - q_len, mask_function=function) | given
+        hooked = mask_hook(**given)
+        query, key = layer_inputs(q_len, 30)
+        mask = masks.sliding_window(30, window, causal=causal, q_len=q_len)
+        got, _ = attend(q_len=q_len, kv_len=30, attention_mask=hooked, is_causal=causal, sliding_window=window)
+        assert_near(got, flashmask_attention(query, key, key, mask).transpose(1, 2))
 
 
 def test_blocks_of_a_windowed_layer_called_alone_may_pass_its_window():
     """As an image's tokens in Gemma 3, whose compiled layers know no model call."""
     spans = masks.blocks([6], [(1, 5)]).bidirectional().indices.transpose(2, 3)
-    want, _ = attend(attention_mask=spans)
-    assert_near(attend(attention_mask=spans, sliding_window=1)[0], want)
+    hooked = layer_mask.marked_columns(spans)
+    want, _ = attend(attention_mask=hooked)
+    assert_near(attend(attention_mask=hooked, sliding_window=1)[0], want)

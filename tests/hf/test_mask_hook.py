@@ -11,13 +11,12 @@ from transformers import masking_utils as hf_masks
 from flashmask_hf import FlashMask, MaskNotRepresentable, masks
 from flashmask_hf.hf import mask_hook as hook_module
 from flashmask_hf.hf.call import Call, current
-from flashmask_hf.hf.layer_mask import mask_of_rows
+from flashmask_hf.hf.layer_mask import columns_of, mask_of_rows
 from flashmask_hf.hf.mask_hook import mask_hook
 
 
-def dense_of(columns, q_length):
-    assert columns.dtype == torch.int32
-    assert columns.shape[2] in (1, 4)
+def dense_of(hooked, q_length):
+    columns = columns_of(hooked)
     return FlashMask(columns.mT.contiguous(), columns.shape[2] == 1).validate(q_length).to_dense(q_length)
 
 

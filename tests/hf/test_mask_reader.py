@@ -23,6 +23,7 @@ from transformers import masking_utils as hf
 
 from flashmask_hf import FlashMask
 from flashmask_hf.hf import mask_hook as hook_module
+from flashmask_hf.hf.layer_mask import columns_of
 from flashmask_hf.hf.mask_hook import mask_hook
 
 pytestmark = pytest.mark.usefixtures("no_compiled_code")
@@ -68,7 +69,8 @@ FUNCTIONS: dict[str, Make] = {
 }
 
 
-def dense(columns: Tensor, q_length: int) -> Tensor:
+def dense(hooked: Tensor, q_length: int) -> Tensor:
+    columns = columns_of(hooked)
     return FlashMask(columns.mT.contiguous(), columns.shape[2] == 1).validate(q_length).to_dense(q_length)
 
 
