@@ -32,7 +32,7 @@ class DataCollatorForMaskedDiffusion(DataCollatorForPackedLanguageModeling):
 
     Args:
         mask_token_id: token id that replaces noised tokens.
-        levels: range of noise levels, 0 < low <= high <= 1; in BD3LM, for example, (0.3, 0.8).
+        levels: range of noise levels, 0 < low <= high <= 1; (0.3, 0.8) in BD3LM.
         weight: weight of a noised token: "1/t", the variational bound, or "uniform".
         seed: what fixes each example's noise; None draws it from torch's random state.
         shift: whether a token's logits predict the next token (Dream). First tokens are then never noised.
@@ -183,7 +183,7 @@ class DataCollatorForBlockDiffusion(DataCollatorForMaskedDiffusion):
         mask = block_diffusion(lengths, self.block_size, self.copies, kv_len=row, q_len=row)
         shape = (len(ids), row)
         made = (torch.full(shape, self.pad_token_id), torch.zeros(shape, dtype=torch.int64), torch.full(shape, IGNORED))
-        targets, weights = torch.full(shape, IGNORED), torch.zeros(shape)
+        targets, weights = torch.full(shape, IGNORED), torch.zeros(shape, dtype=noise.dtype)
         for nth, own in enumerate(lengths):
             index, noisy = block_diffusion_order(own, self.block_size, self.copies)
             end = len(index)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from datasets import Dataset
 from tools.block_diffusion import reference_mask
-from tools.model_pairs import SIZES
+from tools.model_pairs import MODELS, SIZES, WINDOW
 from tools.tiny import assert_exact
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -37,10 +37,17 @@ def make_examples() -> list[dict[str, list[int]]]:
     return [{"input_ids": x, "completion_mask": mask} for x, mask in zip(ids, masks, strict=True)]
 
 
-def tiny_model(window: int | None = None) -> Any:
+CONFIGS = MODELS | {
+    "qwen3": lambda: Qwen3Config(**SIZES, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1)
+}
+
+
+def tiny_model(name: str = "llama") -> Any:
     torch.manual_seed(0)
-    changes = {} if window is None else {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 1}
-    return AutoModelForCausalLM.from_config(Qwen3Config(**SIZES, **changes, initializer_range=0.3)).double()
+    config: Any = CONFIGS[name]()
+    config.initializer_range = 0.3
+    options = {"experts_implementation": "eager"} if name == "gpt_oss" else {}  # others have no float64
+    return AutoModelForCausalLM.from_config(config, **options).double()
 
 
 def halves(batch: dict[str, Tensor], copies: int) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -70,29 +77,35 @@ def halves(batch: dict[str, Tensor], copies: int) -> list[tuple[Tensor, Tensor, 
 
 
 def learned_packed(model: Any, batch: dict[str, Any]) -> tuple[Tensor, list[Any]]:
-    """Return loss and gradients of packed rows, and leave the model with SDPA and no gradients."""
+    """Return loss and gradients of packed rows, and leave the model with eager attention and no gradients."""
     model.set_attn_implementation("flashmask")
     model.loss_function = diffusion_loss
     loss = model(**batch, use_cache=False).loss
     loss.backward()
     gradients = [x.grad for x in model.parameters()]
     model.zero_grad()
-    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation("eager")
     return loss, gradients
 
 
 @pytest.mark.parametrize(
-    ("options", "window"),
-    [({}, None), ({"copies": 2, "complementary": True, "per": "block"}, None), ({"weight": "uniform"}, 5)],
-    ids=["one-copy", "complementary", "window"],
+    ("options", "name"),
+    [
+        ({}, "llama"),
+        ({"copies": 2, "complementary": True, "per": "block"}, "qwen3"),
+        ({"weight": "uniform"}, "gpt_oss"),
+        ({}, "mistral"),
+        ({"copies": 2}, "gemma2"),
+    ],
 )
-def test_block_diffusion_packed_is_as_each_document_alone(options: dict[str, Any], window: int | None) -> None:
-    """SDPA runs a document's noisy copies and then its clean tokens, under dllm's dense mask and loss."""
+def test_block_diffusion_packed_is_as_each_document_alone(options: dict[str, Any], name: str) -> None:
+    """Eager attention runs a document's noisy copies and then its clean tokens, under dllm's dense mask and loss."""
     size, copies = 4, options.get("copies", 1)
     collator = DataCollatorForBlockDiffusion(mask_token_id=MASK, block_size=size, max_length=24, seed=3, **options)
     batch = collator(make_examples())
     assert batch["input_ids"].shape[0] == 3
-    model = tiny_model(window)
+    model = tiny_model(name)
+    kinds = getattr(model.config, "layer_types", None) or [f"{'sliding' if name == 'mistral' else 'full'}_attention"]
     loss, gradients = learned_packed(model, batch)
     documents, total = halves(batch, copies), sum(LENGTHS) - sum(PROMPTS)
     clean_ids = sorted(clean.tolist() for clean, _, _ in documents)
@@ -102,10 +115,11 @@ def test_block_diffusion_packed_is_as_each_document_alone(options: dict[str, Any
         n = len(clean)
         position = torch.arange(n).repeat(copies + 1)
         visible = reference_mask(n, size, copies)
-        near = (position[:, None] - position).abs() < (window or n)
-        masks: Any = {"full_attention": visible[None, None], "sliding_attention": (visible & near)[None, None]}
+        near = (position[:, None] - position).abs() < WINDOW
+        hidden = {"full_attention": ~visible, "sliding_attention": ~(visible & near)}
+        masks: Any = {kind: torch.where(x, -torch.inf, 0.0).double()[None, None] for kind, x in hidden.items()}
         ids = torch.cat([*noisy, clean])[None]
-        given = masks["full_attention"] if window is None else masks
+        given = masks if len(set(kinds)) > 1 else masks[kinds[0]]
         logits = model(ids, attention_mask=given, position_ids=position[None], use_cache=False).logits
         nll = cross_entropy(logits[0, : copies * n], clean.repeat(copies), reduction="none")
         losses.append((nll * weights.flatten()).sum() / total)
@@ -127,7 +141,7 @@ def test_masked_diffusion_packed_is_as_each_document_alone(shift: bool) -> None:
     for example, prompt, (ids, weights) in zip(examples, prompts, pieces, strict=True):
         clean, n = torch.tensor(example["input_ids"]), len(ids)
         assert not (ids == MASK)[:prompt].any()
-        logits = model(ids[None], attention_mask=torch.ones(1, 1, n, n, dtype=torch.bool), use_cache=False).logits[0]
+        logits = model(ids[None], attention_mask=torch.zeros(1, 1, n, n).double(), use_cache=False).logits[0]
         logits, weights = (logits[:-1], weights[:-1]) if shift else (logits, weights)
         assert ((weights > 0) == (ids == MASK)[int(shift) :]).all()
         reference = reference + (cross_entropy(logits, clean[int(shift) :], reduction="none") * weights).sum()
@@ -204,6 +218,19 @@ def test_packed_rows_are_noised_document_by_document() -> None:
     assert batch["labels"].ne(-100).sum() == sum(LENGTHS) - sum(PROMPTS)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_batches_do_not_depend_on_the_default_dtype(dtype: torch.dtype) -> None:
+    collator = DataCollatorForBlockDiffusion(mask_token_id=MASK, block_size=4, seed=3)
+    want, before = collator(make_examples()), torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        got = collator(make_examples())
+    finally:
+        torch.set_default_dtype(before)
+    for name, x in want.items():
+        assert (got[name].dtype, got[name].tolist()) == (x.dtype, x.tolist()), name
+
+
 @pytest.mark.full
 def test_a_compiled_and_checkpointed_model_has_the_same_loss() -> None:
     batch = DataCollatorForBlockDiffusion(mask_token_id=MASK, block_size=4, seed=3)(make_examples())
@@ -214,9 +241,13 @@ def test_a_compiled_and_checkpointed_model_has_the_same_loss() -> None:
     want.backward()
     gradients = [x.grad.clone() for x in model.parameters()]
     model.zero_grad()
-    compiled = torch.compile(model.model, backend="aot_eager")
-    hidden = {name: x for name, x in batch.items() if name in ("input_ids", "position_ids", VECTORS)}
-    assert_exact(*([run(**hidden, use_cache=False).last_hidden_state] for run in (compiled, model.model)))
+    given = {name: x for name, x in batch.items() if name in ("input_ids", "position_ids", VECTORS)}
+    found = []
+    for run in (torch.compile(model.model, backend="aot_eager"), model.model):
+        hidden = run(**given, use_cache=False).last_hidden_state
+        found += [[hidden], torch.autograd.grad(hidden.sin().sum(), list(model.model.parameters()))]
+    assert_exact(found[0], found[2])
+    assert_exact(found[1], found[3])
     enable_checkpointing(model.train(), {"use_reentrant": False})
     loss = model(**batch, use_cache=False).loss
     loss.backward()
