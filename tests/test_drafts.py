@@ -1,4 +1,4 @@
-"""EAGLE-3's steps against attention over all keys under the rule of SpecForge, with documents."""
+"""EAGLE-3's steps and a layer of DFlash against attention over all keys under the rules of SpecForge."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from collections.abc import Callable
 import pytest
 import torch
 from tools.support import assert_within_budget
-from torch import Tensor
+from tools.tiny import assert_exact
+from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
-from flashmask_hf import masks
+from flashmask_hf import FlashMask, keep_attention, masks
 from flashmask_hf.drafts import eagle3_attention
+from flashmask_hf.hf.attention import attention_forward
 
 
 def steps_of(count: int, rows: int, width: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -50,6 +53,43 @@ def test_products_of_later_steps_are_summed_in_float32() -> None:
     got = eagle3_attention(q, [q, later], values, masks.causal(1), scale=64.0)
     assert got.item() == pytest.approx(torch.sigmoid(torch.tensor(1.0)).item(), abs=2**-8)
     assert got.dtype == torch.bfloat16
+
+
+class DraftLayer(nn.Module):
+    """Attention of DFlash: queries of draft tokens, keys and values of the target's tokens, then of draft tokens."""
+
+    is_causal = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries, self.keys = (nn.Linear(16, heads * 8, dtype=torch.float64) for heads in (4, 2))
+
+    def forward(self, drafts: Tensor, target: Tensor, mask: FlashMask | Tensor) -> Tensor:
+        q, k = self.queries(drafts), self.keys(torch.cat([target, drafts], 1))
+        q, k = (x.unflatten(-1, (-1, 8)).transpose(1, 2) for x in (q, k))
+        if isinstance(mask, FlashMask):
+            return attention_forward(self, q, k, k, mask, sliding_window=None)[0]
+        return scaled_dot_product_attention(q, k, k, mask, enable_gqa=True).transpose(1, 2)
+
+
+@pytest.mark.parametrize("how", ["plain", "checkpointed", "kept", pytest.param("compiled", marks=pytest.mark.full)])
+def test_a_layer_of_draft_blocks(how: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    mask = masks.draft_blocks([[9, 7], [12, 4]], [[2, 5, 10, 13], [0, 4, 11, 14]], 4)
+    inputs = [torch.randn(2, 16, 16, generator=generator).double().requires_grad_() for _ in range(2)]
+    layer = DraftLayer()
+
+    def run(draft_layer: Callable[..., Tensor], mask: FlashMask | Tensor) -> list[Tensor]:
+        if how in ("checkpointed", "kept"):
+            context = {"context_fn": keep_attention} if how == "kept" else {}
+            out = checkpoint(draft_layer, *inputs, mask, use_reentrant=False, **context)
+        else:
+            out = draft_layer(*inputs, mask)
+        upstream = torch.arange(out.numel(), dtype=torch.float64).view_as(out).sin()
+        return [out, *torch.autograd.grad((out * upstream).sum(), [*inputs, *layer.parameters()])]
+
+    ours = torch.compile(layer, backend="aot_eager", fullgraph=True) if how == "compiled" else layer
+    assert_exact(run(ours, mask), run(layer, mask.to_dense()))
 
 
 @pytest.mark.gpu
