@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import ParallelismConfig
 from datasets import Dataset
 from peft import LoraConfig
 from tools.aligned_images import Gradients
@@ -234,6 +235,7 @@ def test_models_and_options_that_would_ignore_the_mask_are_refused(tmp_path: Any
         ({"packing": True}, "packing and padding_free"),
         ({"loss_type": "dft"}, "loss_type and label_smoothing_factor"),
         ({"label_smoothing_factor": 0.1}, "loss_type and label_smoothing_factor"),
+        ({"parallelism_config": ParallelismConfig(cp_size=2)}, r"cp_size > 1 .* splits causal rows"),
     ):
         with pytest.raises(ValueError, match=message):
             build(tmp_path, block_collator(), **options)

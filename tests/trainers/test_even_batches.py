@@ -83,7 +83,7 @@ def test_diffusion_on_several_processes_divides_by_all_labels(found):
     want, got = result(found, 1, "diffusion"), result(found, 2, "diffusion")
     for name, values in want.items():
         if name != "seconds":
-            assert got[name] == pytest.approx(values, rel=1e-4), name
+            assert got[name] == pytest.approx(values, rel=BOUND), name
 
 
 @pytest.mark.full
