@@ -30,8 +30,7 @@ class PackedDiffusionTrainer(PackedSFTTrainer):
 
     Args:
         model: a causal language model with attention "flashmask", or a name.
-        args: a `trl.SFTConfig`. `max_length` counts the tokens of a row's documents; in block diffusion the row is
-            `copies + 1` times as long.
+        args: a `trl.SFTConfig`. `max_length` counts tokens of documents, without noisy copies.
         data_collator: a `DataCollatorForBlockDiffusion` or `DataCollatorForMaskedDiffusion`.
         *given: as in `PackedSFTTrainer`.
         **kwargs: as in `PackedSFTTrainer`.

@@ -214,6 +214,6 @@ def _reaches_every_layer(call: Call) -> Verdict | None:
     layers = getattr(config, "decoder_layers", config.num_hidden_layers)  # BART's decoder alone
     state.is_counted = call.supplied >= layers or is_guarded(call.model)  # recurrent layers do not count
     return state.is_counted, (
-        f"{call.name} gave the packed row's mask to {call.supplied} of its {layers} layers; in the others documents or "
-        "answers would see each other: use TRL's own trainer"
+        f"{call.name} gave the packed row's mask to {call.supplied} of its {layers} layers; in others documents or "
+        "answers mix: keep 'flashmask' and layers of transformers, or train unpacked rows"
     )
