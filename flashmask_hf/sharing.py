@@ -38,7 +38,7 @@ def share_prefixes(model: Any, minimum: float = 0.1) -> None:
 
     A call runs as before if it saves less than `minimum`, or has a cache, `use_cache=True`, `inputs_embeds`,
     `startend_row_indices`, positions of several axes or other tensors per token, a mask with holes, positions that jump
-    within a document, or padding on the left of a model with a table of positions (GPT-2) and no positions. So does a
+    within a document, or padding on the left without positions where these are absolute (GPT-2, HunYuan). So does a
     call with dropout or noise, which shared tokens would share; it warns once. Repeating the call changes `minimum`.
 
     Args:

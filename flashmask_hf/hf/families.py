@@ -25,6 +25,8 @@ class Family(NamedTuple):
         kernels: distributions whose kernels read document boundaries.
         window_in_mask: whether its sliding window is in the mask only.
         drops_indices: whether it keeps keywords from its layers, and asks for no mask without `attention_mask`.
+        is_absolute: whether positions matter beyond their distances, without an `nn.Embedding` of them: as a buffer, or
+            since norms with weights follow RoPE.
     """
 
     refused: str = ""
@@ -32,6 +34,7 @@ class Family(NamedTuple):
     kernels: tuple[str, ...] = ()
     window_in_mask: bool = False
     drops_indices: bool = False
+    is_absolute: bool = False
 
 
 _DROPS_KEYWORDS = f"keep keywords from their layers, so {VECTORS} would be ignored without a word"
@@ -45,6 +48,7 @@ _TYPES = {
     Family(mixes=True): "falcon_mamba mamba mamba2 minimax mobilebert rwkv xlstm",
     Family(window_in_mask=True): "phimoe qwen2_moe",
     Family(drops_indices=True): "aimv2_text_model",
+    Family(is_absolute=True): "ctrl hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl hunyuan_vl_text",
     Family(kernels=("causal-conv1d",)): "lfm2 lfm2_moe",
     Family(kernels=("causal-conv1d", "mamba-ssm")): "bamba falcon_h1 granitemoehybrid nemotron_h zamba2",
     Family(kernels=("causal-conv1d", "flash-linear-attention")): "olmo_hybrid qwen3_5_moe_text qwen3_5_text qwen3_next",

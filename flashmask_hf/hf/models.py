@@ -65,7 +65,7 @@ class ModelState:
     Attributes:
         is_recurrent: whether recurrent or convolutional layers mix its tokens.
         missing: what `missing_kernels` returns; None for other models.
-        first_position: first number of a document in its table of positions; None if it embeds no positions.
+        first_position: first number of a document with absolute positions, as in a table; None for relative positions.
         is_bidirectional: whether an attention layer of it is bidirectional.
         has_axes: whether it takes positions of several axes.
         has_segments: whether its layers attend within images, windows or clips, by its own boundaries.
@@ -89,7 +89,7 @@ class ModelState:
         embeddings = [(name, part) for name, part in named if isinstance(part, nn.Embedding)]
         tables = [part for name, part in embeddings if "position" in name or name == "wpe"]
         firsts = [0 if table.padding_idx is None else table.padding_idx + 1 for table in tables]
-        self.first_position: Any = max(firsts, default=None)
+        self.first_position: Any = max(firsts, default=0 if family.is_absolute else None)
         self.is_bidirectional = any(getattr(part, "is_causal", None) is False for part in parts)
         self.has_axes = "position_ids.shape[0] == 4" in source_of(type(model).forward)
         segmented = [part for part in (model, *parts) if _has_segments(type(part))]

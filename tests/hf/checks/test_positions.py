@@ -169,7 +169,7 @@ def test_tokens_are_seen_if_any_head_of_their_own_row_sees_them():
     assert torch.equal(changed["position_ids"], numbers)
 
 
-@pytest.mark.parametrize("family", ["bert", "bert-generation", "gpt2", "opt", "roberta"])
+@pytest.mark.parametrize("family", ["bert", "bert-generation", "ctrl", "gpt2", "hunyuan_v1_dense", "opt", "roberta"])
 def test_documents_without_positions_are_refused(family):
     model = build("roberta", "flashmask") if family == "roberta" else model_zoo.build(family, "flashmask")
     mask = masks.document([3, 3]) if family in ("bert", "roberta") else masks.causal_document([3, 3])
