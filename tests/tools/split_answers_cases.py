@@ -1,8 +1,12 @@
-"""Cases of `tests/trainers/test_context_parallel.py`: those of `context_parallel_cases`, and trainers of answers."""
+"""Cases of `tests/trainers/test_context_parallel.py`: those of `context_parallel_cases`, and trainers of answers.
+
+Groups of 4 split rows in four in cases named "..., one row", else in two for two shares of the data.
+"""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,6 +20,8 @@ from tools.parallel_cases import model_of
 from tools.tiny import CHECKPOINTING, VOCAB, trainer_settings, word_tokenizer
 from transformers import AutoModelForSequenceClassification
 
+import flashmask_hf
+from flashmask_hf.long_rows import offload_checkpoints, tile_tokens
 from flashmask_hf.trainers import (
     MultiAnswerRewardConfig,
     MultiAnswerRewardTrainer,
@@ -49,12 +55,16 @@ def pairs() -> Dataset:
     return Dataset.from_list(made)
 
 
+ONE_ROW = ", one row"
+
+
 def settings_of(group: Any, name: str) -> dict[str, Any]:
     size = group.size()
+    shares = 2 if size == 4 and not name.endswith(ONE_ROW) else 1
     settings = trainer_settings(rows.FOLDER / f"{name}-{size}") | {
         "max_steps": 2,
-        "per_device_train_batch_size": 1 if size == 4 else 2,
-        "per_device_eval_batch_size": 2,
+        "per_device_train_batch_size": 2 // shares,
+        "per_device_eval_batch_size": 2 // shares,
         "gradient_accumulation_steps": 2,
         "learning_rate": 0.1,
         "lr_scheduler_type": "constant",
@@ -66,44 +76,41 @@ def settings_of(group: Any, name: str) -> dict[str, Any]:
     }
     if size > 1:
         rows.use_fsdp_on_cpu()
-        settings["parallelism_config"] = ParallelismConfig(cp_size=2, dp_shard_size=size // 2)
+        settings["parallelism_config"] = ParallelismConfig(cp_size=size // shares, dp_shard_size=shares)
     return settings
 
 
-def results(trainer: Any, group: Any, name: str, metrics: tuple[str, ...]) -> dict[str, Any]:
-    """Return metrics that the trainer logged, after writing its weights."""
+def results(
+    make: Callable[..., Any], group: Any, name: str, metrics: tuple[str, ...], resumes: bool = False
+) -> dict[str, Any]:
+    """Return what a trainer logged and predicts, after training and writing its weights.
+
+    With `resumes`, a trainer in a group begins at the checkpoint of the first step of another.
+    """
+    checkpoint = None
+    if resumes and group.size() > 1:
+        make(max_steps=1).train()
+        checkpoint = str(rows.FOLDER / f"{name}-{group.size()}" / "checkpoint-1")
+    trainer = make()
+    trainer.train(resume_from_checkpoint=checkpoint)
     found = rows.outcome(trainer, group, name)
     logs = trainer.state.log_history
     names = [*metrics, *(f"eval_{key}" for key in metrics)]
     logged = {key: [entry[key] for entry in logs if key in entry] for key in names}
+    if isinstance(trainer, MultiAnswerRewardTrainer):
+        logged["predicted"] = trainer.predict(few(trainer.train_dataset)).predictions.flatten().tolist()
     return logged | {"sharded": found["sharded"], "learning_rate": trainer.args.learning_rate}
 
 
-def dpo_trainer(
-    group: Any, name: str, heads: int = 4, data: Any = None, peft_config: Any = None, layers: int = 2, **changes: Any
-) -> SharedQuestionDPOTrainer:
-    policy, reference = model_of("mistral" if peft_config else "llama", 8, heads, layers), None
-    if peft_config is None:
-        reference = copy.deepcopy(policy)
-        with torch.no_grad():
-            for parameter in reference.parameters():
-                parameter.add_(0.02 * torch.randn_like(parameter))
-    data = pairs() if data is None else data
-    options = {"beta": 0.5, "max_length": 128, "include_num_input_tokens_seen": "non_padding"}
-    return SharedQuestionDPOTrainer(
-        policy,
-        reference,
-        SharedQuestionDPOConfig(**settings_of(group, name) | options | changes),
-        train_dataset=data,
-        eval_dataset=few(data),
-        processing_class=word_tokenizer(),
-        peft_config=peft_config,
-    )
+CHECKPOINTED = {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": False}}
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
+RESUMED = {"save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch", "learning_rate": 0.01}
+RESUMED["adam_epsilon"] = 1e-2  # Adam's first steps would enlarge rounding of small gradients
 
 
-def few(data: Any) -> Any:
-    """Return a stream, or five rows of a data set, so that the last batch of two is smaller."""
-    return data if isinstance(data, IterableDataset) else data.select(range(5))
+def few(data: Any, chosen: range = range(5)) -> Any:
+    """Return a stream, or rows of a data set: of five, the last batch of two is smaller."""
+    return data if isinstance(data, IterableDataset) else data.select(chosen)
 
 
 def streamed(group: Any, data: Dataset) -> dict[str, Any]:
@@ -115,61 +122,61 @@ def streamed(group: Any, data: Dataset) -> dict[str, Any]:
     return {"data": IterableDataset.from_generator(lambda: iter(rows)), **sizes, **EVALUATED}
 
 
-CHECKPOINTED = {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": False}}
-EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
-RESUMED = {"save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch", "learning_rate": 0.01}
-RESUMED["adam_epsilon"] = 1e-3  # Adam's first steps would enlarge rounding of small gradients
+def dpo_trainer(
+    group: Any,
+    name: str,
+    heads: int = 4,
+    data: Any = None,
+    peft_config: Any = None,
+    layers: int = 2,
+    evaluated: range = range(5),
+    **changes: Any,
+) -> SharedQuestionDPOTrainer:
+    policy, reference = model_of("mistral" if peft_config else "llama", 8, heads, layers), None
+    if peft_config is None:
+        reference = copy.deepcopy(policy)
+        with torch.no_grad():
+            for parameter in reference.parameters():
+                parameter.add_(0.02 * torch.randn_like(parameter))
+    data = pairs() if data is None else data
+    options = {"beta": 0.5, "include_num_input_tokens_seen": "non_padding"}
+    options["max_length"] = 100 + group.size() + len(name)  # names TRL's cache of the reference's results
+    return SharedQuestionDPOTrainer(
+        policy,
+        reference,
+        SharedQuestionDPOConfig(**settings_of(group, name) | options | changes),
+        train_dataset=data,
+        eval_dataset=few(data, evaluated),
+        processing_class=word_tokenizer(),
+        peft_config=peft_config,
+    )
 
 
-def dpo(group: Any) -> dict[str, Any]:
-    """Keys are exchanged, so rows are dealt; checkpoints, evaluation."""
-    trainer = dpo_trainer(group, "dpo", **CHECKPOINTED, **EVALUATED)
-    trainer.train()
-    return results(trainer, group, "dpo", DPO_METRICS)
+def dpo(group: Any, name: str, resumes: bool = False, **options: Any) -> dict[str, Any]:
+    return results(partial(dpo_trainer, group, name, **options), group, name, DPO_METRICS, resumes)
 
 
-def dpo_stream(group: Any) -> dict[str, Any]:
+def dpo_stream(group: Any, name: str = "dpo stream") -> dict[str, Any]:
     """A stream with unequal last batches, before which the run in groups resumes."""
-    options = streamed(group, pairs()) | RESUMED
-    if group.size() > 1:
-        dpo_trainer(group, "dpo stream", **options | {"max_steps": 1}).train()
-    trainer = dpo_trainer(group, "dpo stream", **options)
-    trainer.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-1" if group.size() > 1 else None)
-    return results(trainer, group, "dpo stream", DPO_METRICS)
+    return dpo(group, name, resumes=True, **streamed(group, pairs()), **RESUMED)
 
 
-def dpo_losses(group: Any) -> dict[str, Any]:
-    """WPO's weights and tails that count half; heads are exchanged."""
-    options = {"loss_type": ["sigmoid", "ipo"], "loss_weights": [1.0, 0.5], "ld_alpha": 0.5, "use_weighting": True}
-    trainer = dpo_trainer(group, "dpo losses", heads=8, **options)
-    trainer.train()
-    return results(trainer, group, "dpo losses", DPO_METRICS)
+def dpo_long_rows(group: Any, name: str) -> dict[str, Any]:
+    """Tiles, attention kept and checkpoints on the host, set by hand; one process trains without them."""
+    offloads = []
 
+    def make() -> SharedQuestionDPOTrainer:
+        if group.size() == 1:
+            return dpo_trainer(group, name, **CHECKPOINTED)
+        keep = {"use_reentrant": False, "context_fn": flashmask_hf.keep_attention}
+        trainer = dpo_trainer(group, name, **CHECKPOINTED | {f"{CHECKPOINTING}_kwargs": keep})
+        assert len(tile_tokens(trainer.model, 16)) == 7  # an MLP and two norms in each of two layers, and the last norm
+        offloads.append(offload_checkpoints(trainer.model, 2**30, min_bytes=1))
+        return trainer
 
-def dpo_weights(group: Any) -> dict[str, Any]:
-    """Pairs with weights, in several rows; reference log-probabilities computed before."""
-    data = Dataset.from_list([row | {"weight": index % 3 / 2} for index, row in enumerate(pairs().to_list())])
-    options = {"loss_type": ["ipo"], "row_length": 128, "pad_to_multiple_of": None, "precompute_ref_log_probs": True}
-    options["max_length"] = 100 + group.size()  # names TRL's cache, so that each group computes them
-    trainer = dpo_trainer(group, "dpo weights", data=data, **options, **EVALUATED)
-    trainer.train()
-    return results(trainer, group, "dpo weights", DPO_METRICS)
-
-
-def dpo_adapter(group: Any) -> dict[str, Any]:
-    """An adapter and the head of a model with windows; the run in groups resumes from its first step."""
-    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, modules_to_save=["lm_head"])
-    options: dict[str, Any] = RESUMED | {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}
-    resume = None
-    if group.size() > 1:
-        torch.manual_seed(0)
-        trainer = dpo_trainer(group, "dpo adapter", 1, peft_config=config, **options | {"max_steps": 1})
-        trainer.train()
-        resume = f"{trainer.args.output_dir}/checkpoint-1"
-    torch.manual_seed(0)
-    trainer = dpo_trainer(group, "dpo adapter", 1, peft_config=config, **options)
-    trainer.train(resume_from_checkpoint=resume)
-    return results(trainer, group, "dpo adapter", DPO_METRICS)
+    found = results(make, group, name, DPO_METRICS)
+    assert all(offload.seen_bytes > 0 for offload in offloads)
+    return found
 
 
 REWARD_METRICS = ("accuracy", "margin", "min_reward", "mean_reward", "max_reward", *METRICS)
@@ -187,60 +194,98 @@ def comparisons(most: int) -> Dataset:
     return Dataset.from_list(made)
 
 
-def reward(group: Any, name: str = "reward", kind: str = "llama", heads: int = 4, **changes: Any) -> dict[str, Any]:
-    """Two or more answers to a question; keys are exchanged; checkpoints, evaluation and predictions."""
-    adapts, data = changes.pop("adapts", False), comparisons(changes.pop("most", 3))
-    if name == "reward stream":
-        changes |= streamed(group, data)
-        data = changes.pop("data")
+def reward_trainer(
+    group: Any,
+    name: str,
+    kind: str = "llama",
+    heads: int = 4,
+    data: Any = None,
+    evaluated: range = range(5),
+    peft_config: Any = None,
+    **changes: Any,
+) -> MultiAnswerRewardTrainer:
+    data = comparisons(3) if data is None else data
     config = model_of(kind, 8, heads).config
     config.num_labels, config.pad_token_id = 1, 0
     torch.manual_seed(0)
     options = {"attn_implementation": "flashmask", "dtype": torch.float32}
-    model = AutoModelForSequenceClassification.from_config(config, **options)
-    adapter = LoraConfig(task_type="SEQ_CLS", r=4, target_modules="all-linear", init_lora_weights=False)
-    trainer = MultiAnswerRewardTrainer(
-        model,
+    return MultiAnswerRewardTrainer(
+        AutoModelForSequenceClassification.from_config(config, **options),
         MultiAnswerRewardConfig(**settings_of(group, name) | EVALUATED | changes),
         train_dataset=data,
-        eval_dataset=few(data),
+        eval_dataset=few(data, evaluated),
         processing_class=word_tokenizer(),
-        peft_config=adapter if adapts else None,
+        peft_config=peft_config,
     )
-    trainer.train()
-    found = results(trainer, group, name, REWARD_METRICS)
-    predicted = trainer.predict(few(data))
-    return found | {"predicted": predicted.predictions.flatten().tolist()}
 
 
-def reward_adapter(group: Any) -> dict[str, Any]:
-    """An adapter and the head of a model with windows; margins, centering, a listwise loss and several rows."""
-    options = {"loss_type": "listwise", "score_margin": 0.5, "center_rewards_coefficient": 0.1}
-    options |= {"row_length": 128, "pad_to_multiple_of": None, "adapts": True}
-    return reward(group, "reward adapter", "mistral", 8, **options)
+def reward(group: Any, name: str, resumes: bool = False, **options: Any) -> dict[str, Any]:
+    return results(partial(reward_trainer, group, name, **options), group, name, REWARD_METRICS, resumes)
 
 
-def dpo_compiled(group: Any) -> dict[str, Any]:
-    """Checkpointed layers in a compiled model, on batches of one shape."""
-    spans = {"prompt_ids": (2, 22), "chosen_ids": (5, 13), "rejected_ids": (9, 17)}
-    data = Dataset.from_list([{name: [n + i for n in range(*x)] for name, x in spans.items()} for i in range(12)])
-    options = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
-    trainer = dpo_trainer(group, "dpo compiled", data=data, layers=1, **CHECKPOINTED, **options)
-    trainer.train()
-    return results(trainer, group, "dpo compiled", DPO_METRICS)
+def reward_stream(group: Any, name: str = "reward stream") -> dict[str, Any]:
+    return reward(group, name, **streamed(group, comparisons(3)))
 
 
-ANSWERS = {"reward": partial(reward, **CHECKPOINTED), "reward adapter": reward_adapter} | {
-    "reward of six": partial(reward, name="reward of six", heads=8, most=6),
-    "dpo compiled": dpo_compiled,
-    "dpo": dpo,
-    "dpo losses": dpo_losses,
-    "dpo weights": dpo_weights,
-    "dpo adapter": dpo_adapter,
+SPANS = {"prompt_ids": (2, 22), "chosen_ids": (5, 13), "rejected_ids": (9, 17)}
+
+ROWS = {"row_length": 128, "pad_to_multiple_of": None}
+"""Several rows per batch."""
+
+LORA: dict[str, Any] = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}
+
+CALLS: dict[str, tuple[Callable[..., dict[str, Any]], dict[str, Any]]] = {
+    # keys are exchanged by two processes, so rows are dealt
+    "reward": (reward, CHECKPOINTED),
+    # a model with windows
+    "reward adapter": (
+        reward,
+        {"kind": "mistral", "heads": 8, "peft_config": LoraConfig(task_type="SEQ_CLS", **LORA), **ROWS}
+        | {"loss_type": "listwise", "score_margin": 0.5, "center_rewards_coefficient": 0.1},
+    ),
+    # heads are exchanged; two of the questions that are evaluated fill at most a tile
+    "reward of six": (
+        reward,
+        {"heads": 8, "data": comparisons(6), "evaluated": range(4, 8), "resumes": True, **RESUMED},
+    ),
+    # batches of one shape
+    "dpo compiled": (
+        dpo,
+        {"torch_compile": True, "torch_compile_backend": "aot_eager", "layers": 1, **CHECKPOINTED}
+        | {"data": Dataset.from_list([{k: [n + i for n in range(*x)] for k, x in SPANS.items()} for i in range(12)])},
+    ),
+    "dpo": (dpo, CHECKPOINTED | EVALUATED),
+    # WPO's weights and tails that count half
+    "dpo losses": (
+        dpo,
+        {"heads": 8, "loss_type": ["sigmoid", "ipo"], "loss_weights": [1.0, 0.5], "ld_alpha": 0.5}
+        | {"use_weighting": True},
+    ),
+    "dpo weights": (
+        dpo,
+        {"loss_type": ["ipo"], "precompute_ref_log_probs": True, "evaluated": range(4), **ROWS, **EVALUATED}
+        | {"data": pairs().add_column("weight", [index % 3 / 2 for index in range(12)])},
+    ),
+    # a model with windows, whose head learns
+    "dpo adapter": (
+        dpo,
+        {"heads": 1, "loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5], "resumes": True, **RESUMED}
+        | {"peft_config": LoraConfig(modules_to_save=["lm_head"], **LORA)},
+    ),
+    "dpo long rows": (dpo_long_rows, {}),
 }
+
+ANSWERS = {name: partial(run, name=name, **options) for name, (run, options) in CALLS.items()}
 
 EVALUATIONS = {"dpo": 2, "dpo weights": 2} | {name: 2 for name in ANSWERS if name.startswith("reward")}
 """Number of evaluations of a case, if any."""
+
+OF_FOUR = ["dpo losses", "dpo weights", "reward of six"]
+"""Cases in groups of 4, both with one row and with two shares of the data."""
+
+IN_ONE_ROW = {
+    f"{name}{ONE_ROW}": partial(ANSWERS[name], name=f"{name}{ONE_ROW}") for name in ("dpo", "dpo adapter", *OF_FOUR)
+}
 
 
 def sft_stream(group: Any) -> dict[str, Any]:
@@ -252,10 +297,9 @@ def sft_stream(group: Any) -> dict[str, Any]:
     return rows.outcome(trainer, group, "sft stream")
 
 
-STREAMS = {"sft stream": sft_stream, "dpo stream": dpo_stream}
-STREAMS["reward stream"] = partial(reward, name="reward stream")
+STREAMS = {"sft stream": sft_stream, "dpo stream": dpo_stream, "reward stream": reward_stream}
 
-CASES = rows.CASES | ANSWERS | STREAMS
+CASES = rows.CASES | ANSWERS | IN_ONE_ROW | STREAMS
 
-GROUPS = rows.GROUPS | {name: (1, 2) for name in ANSWERS} | {name: (1, 2, 4) for name in ("dpo", "reward")}
-GROUPS |= {name: (1, 4) for name in STREAMS}
+GROUPS = rows.GROUPS | {name: (1, 2) for name in ANSWERS} | {name: (1, 2, 4) for name in OF_FOUR}
+GROUPS |= {name: (4,) for name in IN_ONE_ROW} | {name: (1, 4) for name in STREAMS}

@@ -12,7 +12,7 @@ from datasets import Dataset
 from tools.context_parallel_cases import CASES, GROUPS
 from tools.documents import SAME
 from tools.processes import each_case, left_out, result, run_cases
-from tools.split_answers_cases import ANSWERS, EVALUATIONS, STREAMS, pairs
+from tools.split_answers_cases import ANSWERS, EVALUATIONS, IN_ONE_ROW, OF_FOUR, ONE_ROW, STREAMS, pairs
 from tools.support import rounding
 from tools.tiny import TRAINER_WARNINGS, llama_config, trainer_settings, word_tokenizer
 from transformers import AutoModelForCausalLM, Lfm2Config, MixtralConfig
@@ -33,7 +33,7 @@ pytestmark = TRAINER_WARNINGS
 SIZES = (1, 2, 4)
 
 
-FULL = {"compiled", "uninterrupted", "resumed", "weighed", "full-4", "dpo-4", "reward-4", *STREAMS}
+FULL = {"compiled", "uninterrupted", "resumed", "weighed", "full-4", *IN_ONE_ROW, *STREAMS}
 FULL |= {*ANSWERS} - {"dpo", "reward"}
 """Cases, and a case in groups of 4, that make test leaves out."""
 
@@ -56,13 +56,11 @@ def test_training_is_that_of_one_process(found, size, name):
     want, got = result(found, 1, name), result(found, size, name)
     assert (want["sharded"], got["sharded"]) == ("Parameter", "DTensor")
     bound = rounding(STEP)
-    for key in ("loss", "grad_norm", "eval_loss", "keys_per_token", "num_input_tokens_seen"):
+    for key in ("loss", "grad_norm", "eval_loss", "eval_entropy", "keys_per_token", "num_input_tokens_seen"):
         assert got[key] == pytest.approx(want[key], rel=bound)
     steps = 4 if name == "full" else 2
     assert len(got["loss"]) == steps
     assert len(got["eval_loss"]) == {"full": 2, "tensor parallel": 1, "weighed": 1}.get(name, 0)
-    if size == 2:  # four processes have two batches at a time, whose means are averaged
-        assert got["eval_entropy"] == pytest.approx(want["eval_entropy"], rel=bound)
     assert min(want["grad_norm"]) > CLIPPED
     assert max(want["grad_norm"]) > 1.0
     one, several = (torch.load(found["folder"] / f"{name}-{x}.pt") for x in (1, size))
@@ -73,19 +71,20 @@ def test_training_is_that_of_one_process(found, size, name):
 
 
 @pytest.mark.parametrize(
-    ("size", "name"), each_case([(4, "dpo"), (4, "reward"), *((2, name) for name in ANSWERS)], FULL)
+    ("size", "name"), each_case([(4, x) for x in (*OF_FOUR, *IN_ONE_ROW)] + [(2, x) for x in ANSWERS], FULL)
 )
 def test_trainers_of_answers_are_those_of_one_process(found, size, name):
-    want, got = result(found, 1, name), result(found, size, name)
+    base = name.removesuffix(ONE_ROW)
+    want, got = result(found, 1, base), result(found, size, name)
     assert (want["sharded"], got["sharded"]) == ("Parameter", "DTensor")
-    scale = max(map(abs, want["loss"]))  # metrics may be differences near 0
+    scales = {name: max(map(abs, want.get(name) or [0])) for name in ("loss", "logps/chosen")}
     for key in want.keys() - {"sharded", "seconds", "learning_rate"}:
-        if size == 2 or not key.startswith("eval_"):  # four processes have two batches at a time, and repeat rows
-            assert got[key] == pytest.approx(want[key], rel=rounding(STEP), abs=rounding(STEP) * scale), key
+        scale = scales["logps/chosen" if "rewards/" in key else "loss"]  # of the terms of differences near 0
+        assert got[key] == pytest.approx(want[key], rel=rounding(STEP), abs=rounding(STEP) * scale), key
     assert len(got["loss"]) == 2
     assert len(got["grad_norm"]) == 2
-    assert len(got["eval_loss"]) == EVALUATIONS.get(name, 0)
-    one, several = (torch.load(found["folder"] / f"{name}-{x}.pt") for x in (1, size))
+    assert len(got["eval_loss"]) == EVALUATIONS.get(base, 0)
+    one, several = (torch.load(found["folder"] / f"{x}.pt") for x in (f"{base}-1", f"{name}-{size}"))
     assert one.keys() == several.keys()
     moved = 2 * want["learning_rate"] * min(max(want["grad_norm"]), 1.0)
     for key, weight in one.items():
