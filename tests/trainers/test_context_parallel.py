@@ -18,14 +18,9 @@ from tools.tiny import TRAINER_WARNINGS, llama_config, trainer_settings, word_to
 from transformers import AutoModelForCausalLM, Lfm2Config, MixtralConfig
 from trl import SFTConfig
 
+from flashmask_hf import trainers
 from flashmask_hf.collators import DataCollatorForPackedLanguageModeling
-from flashmask_hf.trainers import (
-    PackedSFTTrainer,
-    SharedPromptRLOOConfig,
-    SharedPromptRLOOTrainer,
-    SharedQuestionDPOConfig,
-    SharedQuestionDPOTrainer,
-)
+from flashmask_hf.trainers import PackedSFTTrainer, SharedQuestionDPOConfig, SharedQuestionDPOTrainer
 from flashmask_hf.trainers.context_parallel import ContextParallelMixin, pad_for_parts
 
 pytestmark = TRAINER_WARNINGS
@@ -277,14 +272,22 @@ def test_the_launcher_configures_it_as_well(tmp_path, monkeypatch):
         trainer_of(tmp_path, args={"parallelism_config": None, "packing": True})
 
 
-def test_trainers_that_generate_refuse_it(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("CP_SIZE", "cp_size > 1 .*: each rank generates its own completions, .*set cp_size=1"),
+        ("SP_SIZE", "sp_size > 1: accelerate's sequence parallelism takes no mask indices"),
+    ],
+)
+@pytest.mark.parametrize("name", ["GRPO", "RLOO"])
+def test_trainers_that_generate_refuse_it(tmp_path, monkeypatch, name, setting, message):
     settings = {key: value for key, value in trainer_settings(tmp_path).items() if "batch_size" not in key}
-    args = SharedPromptRLOOConfig(**settings)
+    trainer, config = (getattr(trainers, f"SharedPrompt{name}{part}") for part in ("Trainer", "Config"))
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
-    monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")
+    monkeypatch.setenv(f"PARALLELISM_CONFIG_{setting}", "2")
     data = Dataset.from_dict({"prompt": ["w5"]})
-    with pytest.raises(ValueError, match="each rank generates its own completions"):
-        SharedPromptRLOOTrainer(with_attention("flashmask"), len, args, train_dataset=data)
+    with pytest.raises(ValueError, match=message):
+        trainer(with_attention("flashmask"), len, config(**settings), train_dataset=data)
 
 
 @pytest.mark.parametrize(
