@@ -75,14 +75,17 @@ def wrapper(monkeypatch):
 
 
 def run_ranks(wrapper: Wrapper, model: Any, batch: dict[str, Tensor], whole: tuple[str, ...] = ()) -> Tensor:
-    """Return the logits of all ranks, each of which gets its shard of a batch but for the keys `whole`."""
+    """Return the logits of all ranks, each of which gets its shard of a batch but for the keys `whole`.
+
+    Their gradients are the sums over the ranks.
+    """
     results: list[Any] = [None] * RANKS
 
     def run(rank: int) -> None:
         wrapper.rank.number = rank
         shard = {name: x if name in whole else x.chunk(RANKS, 1)[rank] for name, x in batch.items()}
         try:
-            results[rank] = model(**shard, use_cache=False).logits.detach()
+            results[rank] = model(**shard, use_cache=False).logits
         except BaseException as error:
             results[rank] = error
             wrapper.barrier.abort()
@@ -98,6 +101,17 @@ def run_ranks(wrapper: Wrapper, model: Any, batch: dict[str, Tensor], whole: tup
     return torch.cat(results, 1)
 
 
+def assert_equal_results(model: Any, found: Tensor, expected: Tensor) -> None:
+    """Assert that logits of a model and the gradients of its weights, under the same of the logits, are equal."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=BOUND)
+    upstream = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0))
+    gradients = [torch.autograd.grad(x, list(model.parameters()), upstream) for x in (found, expected)]
+    largest = max(x.abs().max().item() for x in gradients[1])
+    assert largest > 1
+    for x, y in zip(*gradients, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=BOUND * largest)
+
+
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss"])
 def test_documents_windows_and_sinks_equal_the_whole_row(name, monkeypatch):
     """By positions alone, and with the mask indices of the whole row; documents end in a shard and between two."""
@@ -105,13 +119,13 @@ def test_documents_windows_and_sinks_equal_the_whole_row(name, monkeypatch):
     for lengths in ([16], [10, 6], [5, 3, 8]):
         batch = {"input_ids": torch.arange(2, 18)[None]}
         batch["position_ids"] = torch.cat([torch.arange(n) for n in lengths])[None]
-        expected = model(**batch, use_cache=False).logits
         indices = {"startend_row_indices": masks.causal_document(lengths).indices}
         for given in ({}, indices):
             with monkeypatch.context() as patch:
                 patch.setitem(AttentionInterface._global_mapping, "flashmask", wrapper := Wrapper())
                 found = run_ranks(wrapper, model, batch | given, whole=("startend_row_indices",))
-            torch.testing.assert_close(found, expected, rtol=0, atol=BOUND)
+            expected = model(**batch, use_cache=False).logits
+            assert_equal_results(model, found, expected)
 
 
 def test_trees_and_padding_equal_the_whole_row(wrapper, monkeypatch):
@@ -125,7 +139,7 @@ def test_trees_and_padding_equal_the_whole_row(wrapper, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setitem(AttentionInterface._global_mapping, "flashmask", attention_forward)
             expected = model(**batch, use_cache=False).logits
-        torch.testing.assert_close(found[:, shown], expected[:, shown], rtol=0, atol=BOUND)
+        assert_equal_results(model, found[:, shown], expected[:, shown])
 
 
 def test_mask_indices_of_a_shard_are_refused(wrapper):
