@@ -36,10 +36,11 @@ def share_prefixes(model: Any, minimum: float = 0.1) -> None:
     have a sequence per row. The host waits for the device once per call, to read the token ids; the rows of the last 8
     batches are kept, so a reference model's pass packs nothing.
 
-    A call runs as before if it saves less than `minimum`, or has a cache, `use_cache=True`, `inputs_embeds`,
-    `startend_row_indices`, positions of several axes or other tensors per token, a mask with holes, positions that jump
-    within a document, or padding on the left without positions where these are absolute (GPT-2, HunYuan). So does a
-    call with dropout or noise, which shared tokens would share; it warns once. Repeating the call changes `minimum`.
+    A call runs as before if it saves less than `minimum`, or has a cache, `use_cache=True`, `return_dict=False`,
+    `inputs_embeds`, `startend_row_indices`, positions of several axes or other tensors per token, a mask with holes,
+    positions that jump within a document, or padding on the left without positions where these are absolute (GPT-2,
+    HunYuan). So does a call with dropout or noise, which shared tokens would share; it warns once. Repeating the call
+    changes `minimum`.
 
     Args:
         model: a transformers model with a head, or a PEFT model around one, with attention "flashmask", not wrapped
@@ -47,9 +48,9 @@ def share_prefixes(model: Any, minimum: float = 0.1) -> None:
         minimum: least share of the batch's N * L tokens, padding among them, for which the rows are packed, 0 to 1.
 
     Raises:
-        ValueError: `minimum` is out of range, the attention is not "flashmask", or the model is no causal decoder or
-            has recurrent or convolutional layers; in a call, a row starts inside a document, as with sequence
-            parallelism.
+        ValueError: `minimum` is out of range, the attention is not "flashmask", or the model is no causal decoder, has
+            recurrent or convolutional layers, or has its head in its backbone (mllama); in a call, a row starts inside
+            a document, as with sequence parallelism.
         RuntimeError: in a backward pass, the loss reads hidden states of padding. On a GPU a device-side assertion
             fails instead.
 
@@ -105,6 +106,8 @@ def _can_share(call: Call) -> bool:
     if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.shape[1] < 2:
         return False
     if call.named.get("use_cache") or cache_of(call.named) is not None:
+        return False
+    if call.named.get("return_dict", call.config.return_dict) is False:  # the hooks read names
         return False
     if mask is not None and (not isinstance(mask, Tensor) or mask.shape != tokens.shape):
         return False

@@ -262,7 +262,9 @@ def test_what_is_not_shared_runs_as_before():
     for name, arguments in cases.items():
         assert torch.equal(shared(**arguments).logits, stock(**arguments).logits), name
     assert _pack.cache_info().misses == 1  # nothing in common
-    assert not is_shared(shared, input_ids=ids, past_key_values=DynamicCache())
+    arguments = [dict(past_key_values=DynamicCache()), dict(return_dict=False), dict(attention_mask=mask.repeat(1, 2))]
+    for given in ({}, *arguments):
+        assert is_shared(shared, input_ids=ids, **given) == (not given), given
     generated = [m.generate(ids[:, :5], max_new_tokens=4, do_sample=False) for m in (shared, stock)]
     assert torch.equal(*generated)
 
@@ -385,6 +387,8 @@ def test_wrong_calls():
         flashmask_hf.share_prefixes(shared, minimum=2)
     with pytest.raises(ValueError, match="packed rows need attn_implementation='flashmask'"):
         flashmask_hf.share_prefixes(eager)
+    with pytest.raises(ValueError, match="Llama4ForCausalLM is its own backbone, and packed rows need one without a"):
+        flashmask_hf.share_prefixes(model_zoo.build("llama4_text", "flashmask"))
     with pytest.raises(ValueError, match="Lfm2ForCausalLM has recurrent or convolutional layers"):
         flashmask_hf.share_prefixes(model_zoo.build("lfm2", "flashmask"))
     flashmask_hf.share_prefixes(shared)

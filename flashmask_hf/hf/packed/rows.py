@@ -27,11 +27,17 @@ def run_packed(model: Any) -> None:
         model: a transformers model with a head, or a PEFT model around one, not wrapped for distributed training.
 
     Raises:
-        ValueError: the model's attention is not "flashmask", or its language model is not a causal decoder.
+        ValueError: the model's attention is not "flashmask", its language model is not a causal decoder, or its
+            backbone has a head.
     """
     inner = unwrap_peft(model)
     backbone = inner.base_model
     require_flashmask(backbone)
+    if backbone.get_output_embeddings() is not None:
+        raise ValueError(
+            f"{type(backbone).__name__} is its own backbone, and packed rows need one without a head; use TRL's own "
+            "trainer for it, without share_prefixes"
+        )
     decoder = backbone.get_decoder()  # without the image encoder of a vision-language model, which is bidirectional
     if any(getattr(part, "is_causal", None) is False for part in decoder.modules()):
         raise ValueError(
