@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tools.support import requires
-from tools.vision import KINDS, document, picture, placeholder, tiny_model, tiny_processor, words
+from tools.vision import END, IMAGE, KINDS, START, document, picture, placeholder, tiny_model, tiny_processor, words
 from torch.utils.data import DataLoader
 from transformers import Gemma4ForConditionalGeneration
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
@@ -19,7 +19,7 @@ from flashmask_hf.collators.images import images_of
 QWEN = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
 QUICK = ("qwen2_5_vl", "gemma3", "smolvlm")
 FILMS = (*QWEN, *["gemma4"] * ("num_frames_per_video" in signature(Gemma4ForConditionalGeneration.forward).parameters))
-"""Kinds that take videos. Gemma 4's have another form until transformers 5.17."""
+"""Kinds that take videos by their own keys. Gemma 4's have another form until transformers 5.17."""
 LAYERS = {"qwen3_5": dict(layer_types=["full_attention"] * 2, num_hidden_layers=2)}
 """On a CPU the linear attention of Qwen3.5 has no kernels that read document boundaries."""
 
@@ -58,8 +58,26 @@ def examples_of(kind):
         example(kind, [(2, 4), (2, 1)], tail=0),  # ends with an image, and the next begins with one
         example(kind, [(2, 2)], first=0),
     ]
-    film = {"document": document(kind, [(2, 1, 1) if kind == "gemma4" else (2, 1, 2)], 3)} if kind in FILMS else None
-    return plain + [film] * (kind in FILMS)
+    if kind.startswith("gemma"):  # where marks keep images that see themselves apart
+        seam = document(kind, [(2, 4), (2, 1)], 0), document(kind, [(2, 2)], 4, first=0)
+        plain[2:] = [{"document": without_outer_marks(own)} for own in seam]
+    if kind not in (*FILMS, "internvl", "smolvlm"):
+        return plain
+    film, other = (document(kind, [(2, 1, 2 if kind in QWEN else 1)], 3) for _ in range(2))
+    if kind == "qwen2_5_vl":
+        film["second_per_grid_ts"] = torch.tensor([1.5])
+    image = document(kind, [(2, 3)], 3) if kind in FILMS else {}  # other kinds take frames as images
+    both = image | other | {name: torch.cat([image[name], other[name]], 1) for name in image.keys() & other.keys()}
+    return [*plain, {"document": film}, {"document": both}]
+
+
+def without_outer_marks(inputs):
+    """Return a document that begins and ends with an image token if it did with the mark of an image."""
+    ids = inputs["input_ids"]
+    inner = slice(int(ids[0, 0] == START), ids.shape[1] - int(ids[0, -1] == END))
+    cut = {name: x[:, inner] if x.shape == ids.shape else x for name, x in inputs.items()}
+    assert IMAGE in (cut["input_ids"][0, 0], cut["input_ids"][0, -1])
+    return cut
 
 
 def floats(batch, dtype):

@@ -252,6 +252,13 @@ _PROCESSORS["pixtral"] = (*_PROCESSORS["mistral3"][:2], _PROCESSORS["mistral3"][
 _PLACEHOLDERS = {"gemma3": "<start>"} | dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_5"), "<start><image><end>")
 """Text that stands for an image before the processor replaces it; "<image>" for other kinds."""
 
+_FRAMES = {
+    "gemma4": "<|video|>" * 4,
+    "internvl": "<start>" + "<image>" * 4 + "<end>",
+    "smolvlm": "<fake_token_around_image><global-img>" + "<image>" * 4 + "<fake_token_around_image>",
+}
+"""Text of a frame of a video after the processor has replaced it; "<video>" per cell for other kinds."""
+
 _TEMPLATE = """{% for message in messages %}{{ message['role'] + ' ' }}\
 {% if message['role'] == 'assistant' %}{% generation %}\
 {% for part in message['content'] %}{{ part['text'] + ' ' }}{% endfor %}{{ '<eos>' }}{% endgeneration %}\
@@ -369,7 +376,7 @@ def document(kind: str, images: Sequence[tuple[int, ...]], tail: int, first: int
     Args:
         kind: one of `KINDS`.
         images: for each image, its height and width in cells of 8 x 8 pixels; (frames / 2, height, width) is a video of
-            Qwen, (frames, 1, 1) of Gemma 4. A word is between images.
+            Qwen, (frames, 1, 1) of other kinds. A word is between images.
         tail: number of words after the last image; with PaliGemma, the suffix.
         first: number of words before the first image; 0 lets the document begin with the image.
 
@@ -383,11 +390,9 @@ def document(kind: str, images: Sequence[tuple[int, ...]], tail: int, first: int
         [picture(*size) for size in images if len(size) == 2],
     )
     frames = 0 if kind == "qwen2_5_vl" else 1  # others have text between the frames of a video
-    frame, each = ("<|video|>", 4) if kind == "gemma4" else ("<video>", 1)
+    frame = _FRAMES.get(kind, "<video>")
     marks = [
-        placeholder(kind)
-        if len(size) == 2
-        else " w9 ".join([frame * each * math.prod(size[frames:])] * size[0] ** frames)
+        placeholder(kind) if len(size) == 2 else " w9 ".join([frame * math.prod(size[frames:])] * size[0] ** frames)
         for size in images
     ]
     text = words(first) + words(1).join(marks)
@@ -400,13 +405,19 @@ def document(kind: str, images: Sequence[tuple[int, ...]], tail: int, first: int
     elif videos or kind == "paligemma":  # without torchvision the processors take no videos; PaliGemma's needs images
         assert not pictures, "a document has images or videos"
         batch = processor.tokenizer(text + words(tail), return_tensors="pt")
+        count = sum(size[0] for size in videos)
         if kind == "gemma4":
-            count = sum(size[0] for size in videos)
             cells = torch.tensor([(x, y) for y in range(4) for x in range(4)])
             batch["mm_token_type_ids"] = (batch["input_ids"] == SPECIAL["<|video|>"]).long() * 2
             batch["pixel_values_videos"] = torch.from_numpy(_rng.random((count, 16, 48)))
             batch["video_position_ids"] = cells.expand(count, 16, 2)
             batch["num_frames_per_video"] = torch.tensor([size[0] for size in videos])
+        elif videos and kind in _FRAMES:  # as of images
+            pixels = torch.from_numpy(_rng.standard_normal((count, 3, 16, 16)))
+            batch |= {"pixel_values": pixels}
+            if kind == "smolvlm":
+                masks = torch.ones(1, count, 16, 16, dtype=torch.int64)
+                batch |= {"pixel_values": pixels[None], "pixel_attention_mask": masks}
         elif videos:
             batch["mm_token_type_ids"] = (batch["input_ids"] == VIDEO).long() * 2
             batch["video_grid_thw"] = torch.tensor([(t, 2 * h, 2 * w) for t, h, w in videos])
