@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -72,24 +74,27 @@ class DraftLayer(nn.Module):
         return scaled_dot_product_attention(q, k, k, mask, enable_gqa=True).transpose(1, 2)
 
 
-@pytest.mark.parametrize("how", ["plain", "checkpointed", "kept", pytest.param("compiled", marks=pytest.mark.full)])
-def test_a_layer_of_draft_blocks(how: str) -> None:
+WAYS: dict[str, Callable[..., Any]] = {
+    "plain": lambda layer: layer,
+    "checkpointed": lambda layer: partial(checkpoint, layer, use_reentrant=False),
+    "kept": lambda layer: partial(checkpoint, layer, use_reentrant=False, context_fn=keep_attention),
+    "compiled": partial(torch.compile, backend="aot_eager", fullgraph=True),
+}
+
+
+@pytest.mark.parametrize("way", ["plain", "checkpointed", "kept", pytest.param("compiled", marks=pytest.mark.full)])
+def test_a_layer_of_draft_blocks(way: str) -> None:
     generator = torch.Generator().manual_seed(0)
     mask = masks.draft_blocks([[9, 7], [12, 4]], [[2, 5, 10, 13], [0, 4, 11, 14]], 4)
     inputs = [torch.randn(2, 16, 16, generator=generator).double().requires_grad_() for _ in range(2)]
     layer = DraftLayer()
 
-    def run(draft_layer: Callable[..., Tensor], mask: FlashMask | Tensor) -> list[Tensor]:
-        if how in ("checkpointed", "kept"):
-            context = {"context_fn": keep_attention} if how == "kept" else {}
-            out = checkpoint(draft_layer, *inputs, mask, use_reentrant=False, **context)
-        else:
-            out = draft_layer(*inputs, mask)
+    def run(run_layer: Callable[..., Tensor], mask: FlashMask | Tensor) -> list[Tensor]:
+        out = run_layer(*inputs, mask)
         upstream = torch.arange(out.numel(), dtype=torch.float64).view_as(out).sin()
         return [out, *torch.autograd.grad((out * upstream).sum(), [*inputs, *layer.parameters()])]
 
-    ours = torch.compile(layer, backend="aot_eager", fullgraph=True) if how == "compiled" else layer
-    assert_exact(run(ours, mask), run(layer, mask.to_dense()))
+    assert_exact(run(WAYS[way](layer), mask), run(layer, mask.to_dense()))
 
 
 @pytest.mark.gpu

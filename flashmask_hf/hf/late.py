@@ -114,7 +114,7 @@ def _separated_mask(
                 f"attention_mask has batch {hooked.shape[0]} and {hooked.shape[3]} key columns, but this layer has "
                 f"batch {batch} and {kv_len} keys; pass a 2D attention_mask that covers cache and new tokens"
             )
-        causal, window = hooked.shape[2] == 1, None
+        causal = hooked.shape[2] == 1
     elif window is not None and not causal:
         raise NotImplementedError(
             f"sliding_window={window} on a layer that is not causal is not implemented; use attn_implementation='sdpa' "

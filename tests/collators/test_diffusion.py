@@ -218,11 +218,10 @@ def test_packed_rows_are_noised_document_by_document() -> None:
     assert batch["labels"].ne(-100).sum() == sum(LENGTHS) - sum(PROMPTS)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-def test_batches_do_not_depend_on_the_default_dtype(dtype: torch.dtype) -> None:
+def test_batches_do_not_depend_on_the_default_dtype() -> None:
     collator = DataCollatorForBlockDiffusion(mask_token_id=MASK, block_size=4, seed=3)
     want, before = collator(make_examples()), torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+    torch.set_default_dtype(torch.bfloat16)
     try:
         got = collator(make_examples())
     finally:
@@ -242,12 +241,11 @@ def test_a_compiled_and_checkpointed_model_has_the_same_loss() -> None:
     gradients = [x.grad.clone() for x in model.parameters()]
     model.zero_grad()
     given = {name: x for name, x in batch.items() if name in ("input_ids", "position_ids", VECTORS)}
-    found = []
+    found: list[Any] = []
     for run in (torch.compile(model.model, backend="aot_eager"), model.model):
         hidden = run(**given, use_cache=False).last_hidden_state
-        found += [[hidden], torch.autograd.grad(hidden.sin().sum(), list(model.model.parameters()))]
-    assert_exact(found[0], found[2])
-    assert_exact(found[1], found[3])
+        found.append([hidden, *torch.autograd.grad(hidden.sin().sum(), list(model.model.parameters()))])
+    assert_exact(*found)
     enable_checkpointing(model.train(), {"use_reentrant": False})
     loss = model(**batch, use_cache=False).loss
     loss.backward()
