@@ -12,8 +12,9 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from tools import model_zoo
 from tools.model_pairs import SIZES, NoSynchronization, model_pair
+from tools.processes import result, run_cases
 from tools.support import requires
-from tools.tiny import CHECKPOINTING, TRAINER_WARNINGS, llama_config, trainer_settings, word_tokenizer
+from tools.tiny import CHECKPOINTING, FLOAT32, TRAINER_WARNINGS, llama_config, trainer_settings, word_tokenizer
 from tools.vision import tiny_model
 from transformers import (
     AutoModelForCausalLM,
@@ -489,13 +490,24 @@ def test_trainers_of_trl(name, adapter, tmp_path):
     assert (change - expected).norm() < BOUND * expected.norm()
 
 
-def make_trainer(name: str, adapter: bool, folder: Any) -> Any:
+@pytest.mark.full
+def test_two_processes_equal_one(run_folder):
+    found = run_cases(run_folder, "tools.sharing_cases", (1, 2))
+    for name in found[1]:
+        one, two = (result(found, size, name) for size in (1, 2))
+        assert two["losses"] == pytest.approx(one["losses"], rel=FLOAT32), name
+        assert two["norms"] == pytest.approx(one["norms"], rel=BOUND), name
+        assert two["wrapper"].startswith("DistributedData" if name.endswith("ddp") else "FSDP"), name
+
+
+def make_trainer(name: str, adapter: bool, folder: Any, **changes: Any) -> Any:
     path, given = TRAINERS[name]
     home, label = path.rsplit(".", 1)
     module = importlib.import_module(home)
     torch.manual_seed(0)
     auto = AutoModelForSequenceClassification if name == "reward" else AutoModelForCausalLM
-    auto.from_config(llama_config(initializer_range=0.2, num_labels=1)).save_pretrained(folder / "model")
+    if not (folder / "model").exists():
+        auto.from_config(llama_config(initializer_range=0.2, num_labels=1)).save_pretrained(folder / "model")
     model = auto.from_pretrained(
         folder / "model", attn_implementation="flashmask", dtype=torch.float64
     )  # as KTO's reference
@@ -517,7 +529,7 @@ def make_trainer(name: str, adapter: bool, folder: Any) -> Any:
         kept = ("prompt",) if name in SAMPLED else ("prompt", "chosen", "rejected")
         rows = [{key: row[key] for key in kept} for row in rows]
     settings = trainer_settings(folder) | {"max_steps": 2, "learning_rate": 0.1, "optim": "sgd", "max_grad_norm": 0.0}
-    settings |= {CHECKPOINTING: adapter} | ({} if "num_generations" in given else {"max_length": 64}) | given
+    settings |= {CHECKPOINTING: adapter} | ({} if "num_generations" in given else {"max_length": 64}) | given | changes
     more: dict[str, Any] = {}
     if name in SAMPLED:
         more["reward_funcs"] = lambda completions, **_: [float(len(text) % 7) for text in completions]
