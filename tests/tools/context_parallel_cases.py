@@ -108,8 +108,12 @@ LOGGED = ("loss", "grad_norm", "eval_loss", "eval_entropy")
 LOGGED += ("tokens_per_second", "keys_per_token", "num_input_tokens_seen")
 
 
-def outcome(trainer: PackedSFTTrainer, group: Any, name: str) -> dict[str, Any]:
-    """Return what the trainer logged, after writing its weights."""
+CHECKPOINTED = {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": False}}
+
+
+def outcome(trainer: PackedSFTTrainer, group: Any, name: str, checkpoint: str | None = None) -> dict[str, Any]:
+    """Train, write the weights, and return what the trainer logged."""
+    trainer.train(resume_from_checkpoint=checkpoint)
     logs = trainer.state.log_history
     state = trainer.accelerator.get_state_dict(trainer.model_wrapped if group.size() > 1 else trainer.model)
     state = {key: x.full_tensor() if hasattr(x, "full_tensor") else x for key, x in state.items()}
@@ -133,10 +137,8 @@ def counted_time() -> Iterator[None]:
 def full(group: Any) -> dict[str, Any]:
     """Full fine-tuning with accumulation, clipping, checkpointing and evaluation."""
     with counted_time():
-        options = {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": False}}
-        trainer = trainer_of(group, "full", model_of("llama", 8, 4), eval_strategy="steps", eval_steps=2, **options)
-        trainer.train()
-    return outcome(trainer, group, "full")
+        options = CHECKPOINTED | {"eval_strategy": "steps", "eval_steps": 2}
+        return outcome(trainer_of(group, "full", model_of("llama", 8, 4), **options), group, "full")
 
 
 def tensor_parallel(group: Any) -> dict[str, Any]:
@@ -149,11 +151,9 @@ def tensor_parallel(group: Any) -> dict[str, Any]:
             os.environ["ACCELERATE_USE_FSDP"] = "false"
             model, options = tensor_parallel_model(group, model), options | {"parallelism_config": None}
         trainer = trainer_of(group, "tensor parallel", model, **options)
-        trainer.train()
+        found = outcome(trainer, group, "tensor parallel")
     predicted = trainer.predict(trainer.eval_dataset)
-    return outcome(trainer, group, "tensor parallel") | {
-        "predicted": [*predicted.predictions.shape, predicted.metrics["test_loss"]]
-    }
+    return found | {"predicted": [*predicted.predictions.shape, predicted.metrics["test_loss"]]}
 
 
 def adapter(group: Any) -> dict[str, Any]:
@@ -161,7 +161,6 @@ def adapter(group: Any) -> dict[str, Any]:
     config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, modules_to_save=["lm_head"])
     torch.manual_seed(0)
     trainer = trainer_of(group, "adapter", model_of("mistral", 8, 1), config, max_steps=2)
-    trainer.train()
     return outcome(trainer, group, "adapter")
 
 
@@ -170,9 +169,7 @@ def weighed(group: Any) -> dict[str, Any]:
     data = examples().map(lambda row: {"weight": [(token % 5 - 1) * 1e-4 for token in row["input_ids"]]})
     options = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
     with counted_time():
-        trainer = trainer_of(group, "weighed", model_of("llama", 8, 4), data=data, **options)
-        trainer.train()
-    return outcome(trainer, group, "weighed")
+        return outcome(trainer_of(group, "weighed", model_of("llama", 8, 4), data=data, **options), group, "weighed")
 
 
 SAVED = {
@@ -203,7 +200,6 @@ def killed(group: Any) -> dict[str, Any]:
 def uninterrupted(group: Any) -> dict[str, Any]:
     """Four steps without a break."""
     trainer = trainer_of(group, "uninterrupted", model_of("llama", 6, 2), **SAVED | {"save_strategy": "no"})
-    trainer.train()
     return outcome(trainer, group, "uninterrupted")
 
 
@@ -214,8 +210,7 @@ def resumed(group: Any) -> dict[str, Any]:
     args.resume_from_checkpoint = "true"
     checkpoint = common.checkpoint_to_resume(args)
     assert Path(str(checkpoint)).name == "checkpoint-2"
-    trainer.train(resume_from_checkpoint=checkpoint)
-    found = outcome(trainer, group, "resumed")
+    found = outcome(trainer, group, "resumed", checkpoint)
     dist.barrier()
     if group.rank() == 0:
         shutil.rmtree(FOLDER / f"resumed-{group.size()}")
@@ -224,10 +219,8 @@ def resumed(group: Any) -> dict[str, Any]:
 
 def long_rows(group: Any) -> dict[str, Any]:
     """Tiles, and as measured attention kept and checkpoints on the host; one process trains without these settings."""
-    options = {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": False}, "max_steps": 2}
-    trainer = trainer_of(group, "long_rows", model_of("llama", 8, 4), **options)
+    trainer = trainer_of(group, "long_rows", model_of("llama", 8, 4), max_steps=2, **CHECKPOINTED)
     if group.size() == 1:
-        trainer.train()
         return outcome(trainer, group, "long_rows")
     made = []
 
@@ -245,20 +238,18 @@ def long_rows(group: Any) -> dict[str, Any]:
         patch.setattr(LongRows, "_peak_of", lambda self, tokens: self._run(tokens) or float(tokens))
         tiles = LongRows(trainer, tile_tokens=24, host_gib=1)
         trainer.add_callback(tiles)
-        trainer.train()
+        found = outcome(trainer, group, "long_rows")
     assert (tiles.kept, lengths) == (True, [32, 32, 64])  # tokens of both shards
     rows, layers, hidden, heads = 2 * 64, 2, 48, 8
     # a layer's input, attention's output, which is wider, and its log-sum-exps, in float32
     assert made[0].seen_bytes == rows * layers * (hidden + heads * 8 + heads) * 4, made[0].seen_bytes
-    return outcome(trainer, group, "long_rows")
+    return found
 
 
 def compiled(group: Any) -> dict[str, Any]:
     """Checkpointed layers in a compiled model."""
-    options = {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": False}, "max_steps": 2}
-    options |= {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    options = CHECKPOINTED | {"max_steps": 2, "torch_compile": True, "torch_compile_backend": "aot_eager"}
     trainer = trainer_of(group, "compiled", model_of("llama", 8, 4, layers=1), **options)
-    trainer.train()
     return outcome(trainer, group, "compiled")
 
 

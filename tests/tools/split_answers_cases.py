@@ -16,6 +16,7 @@ from datasets import Dataset, IterableDataset
 from datasets.fingerprint import get_temporary_cache_files_directory
 from peft import LoraConfig
 from tools import context_parallel_cases as rows
+from tools.context_parallel_cases import CHECKPOINTED
 from tools.parallel_cases import model_of
 from tools.tiny import CHECKPOINTING, VOCAB, trainer_settings, word_tokenizer
 from transformers import AutoModelForSequenceClassification
@@ -92,8 +93,7 @@ def results(
         make(max_steps=1).train()
         checkpoint = str(rows.FOLDER / f"{name}-{group.size()}" / "checkpoint-1")
     trainer = make()
-    trainer.train(resume_from_checkpoint=checkpoint)
-    found = rows.outcome(trainer, group, name)
+    found = rows.outcome(trainer, group, name, checkpoint)
     logs = trainer.state.log_history
     names = [*metrics, *(f"eval_{key}" for key in metrics)]
     logged = {key: [entry[key] for entry in logs if key in entry] for key in names}
@@ -102,7 +102,6 @@ def results(
     return logged | {"sharded": found["sharded"], "learning_rate": trainer.args.learning_rate}
 
 
-CHECKPOINTED = {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": False}}
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
 RESUMED = {"save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch", "learning_rate": 0.01}
 RESUMED["adam_epsilon"] = 1e-2  # Adam's first steps would enlarge rounding of small gradients
@@ -293,7 +292,6 @@ def sft_stream(group: Any) -> dict[str, Any]:
     data = rows.examples().select(range(21)).to_list()
     options = {"data": IterableDataset.from_generator(lambda: iter(data)), "per_device_eval_batch_size": 2}
     trainer = rows.trainer_of(group, "sft stream", model_of("llama", 8, 4), max_steps=1, **options, **EVALUATED)
-    trainer.train()
     return rows.outcome(trainer, group, "sft stream")
 
 

@@ -11,6 +11,7 @@ from accelerate import Accelerator, ParallelismConfig
 from datasets import Dataset
 from tools.context_parallel_cases import CASES, GROUPS
 from tools.documents import SAME
+from tools.parallel_cases import SIZES as SIZES_OF_MODELS
 from tools.processes import each_case, left_out, result, run_cases
 from tools.split_answers_cases import ANSWERS, EVALUATIONS, IN_ONE_ROW, OF_FOUR, ONE_ROW, STREAMS, pairs
 from tools.support import rounding
@@ -132,6 +133,8 @@ def test_tokens_are_counted_once(found, size, name):
 
 SPLIT = ParallelismConfig(cp_size=2)
 
+HEADS = SIZES_OF_MODELS | {"num_attention_heads": 8, "num_key_value_heads": 4}
+
 
 class Unlaunched:
     """Mixin of a trainer of which everything but the launch is as with two processes."""
@@ -167,30 +170,12 @@ def trainer_of(tmp_path: Any, model: Any = None, args: dict[str, Any] | None = N
 
 
 def moe() -> Any:
-    config = MixtralConfig(
-        **{key: value for key, value in llama_config().to_dict().items() if key in _SHARED}, num_local_experts=2
-    )
-    config.output_router_logits = True
+    config = MixtralConfig(**HEADS, num_local_experts=2, output_router_logits=True)
     return AutoModelForCausalLM.from_config(config, attn_implementation="flashmask")
 
 
-_SHARED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "max_position_embeddings",
-    "pad_token_id",
-)
-
-
 def recurrent() -> Any:
-    config = Lfm2Config(
-        **{key: value for key, value in llama_config().to_dict().items() if key in _SHARED},
-        layer_types=["conv", "full_attention"],
-    )
+    config = Lfm2Config(**HEADS, layer_types=["conv", "full_attention"])
     return AutoModelForCausalLM.from_config(config, attn_implementation="flashmask")
 
 
