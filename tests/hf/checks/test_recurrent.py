@@ -1,22 +1,20 @@
 """Recurrent and convolutional layers keep the documents of packed rows apart, or the model raises."""
 
 import functools
-import sys
 
 import pytest
 import torch
 import transformers
-from packaging.version import Version
 from tools import model_zoo
 from tools.calls import check_call
 from tools.model_pairs import NoSynchronization, assert_near, model_pair, positions, tokens
+from tools.recurrent_kernels import hands_on_boundaries, with_stand_ins
 
 from flashmask_hf import masks
 from flashmask_hf.collators import DataCollatorForPackedLanguageModeling
 from flashmask_hf.hf import families, rules
 from flashmask_hf.hf.call import Call
 from flashmask_hf.hf.checks.recurrent import documents_of, is_guarded
-from flashmask_hf.hf.models import state_of
 from flashmask_hf.hf.rewrites import rewrite
 from flashmask_hf.names import VECTORS
 
@@ -25,11 +23,6 @@ JOINED = [
     "bailing_hybrid", "falcon_h1", "falcon_mamba", "jamba", "kimi_linear", "lfm2", "lfm3", "mamba", "mamba2", "minimax",
     "qwen3_5", "recurrent_gemma", "rwkv", "zamba2", "zaya",
 ]  # fmt: skip
-
-hands_on_boundaries = pytest.mark.skipif(
-    Version(transformers.__version__) < Version("5.23"),
-    reason="transformers hands the documents' boundaries to kernels since 5.23; before, packed rows raise",
-)
 
 
 @functools.cache
@@ -214,38 +207,6 @@ def test_the_first_forward_alone_waits_for_the_device(monkeypatch):
         check_call(model.model, **call)
 
 
-def by_document(function, split, keyword):
-    """Return a kernel that runs a function of plain torch on each document by itself, as the packages' kernels do."""
-
-    def run(*args, **kwargs):
-        axis = 1 if "chunk" in function.__name__ else 2
-        bounds = kwargs[keyword]  # a family that does not hand it on fails here
-        if keyword == "seq_idx":
-            assert bounds.dtype == torch.int32
-            bounds = torch.cat([bounds.new_zeros(1), bounds[0].unique_consecutive(return_counts=True)[1].cumsum(0)])
-        parts = []
-        for start, stop in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-            own = [x.narrow(axis, start, stop - start) if i in split else x for i, x in enumerate(args)]
-            named = {n: x.narrow(axis, start, stop - start) if n in split else x for n, x in kwargs.items()}
-            parts.append(function(*own, **{n: x for n, x in named.items() if n not in ("seq_idx", "cu_seqlens")}))
-        if isinstance(parts[0], tuple):
-            return torch.cat([x for x, _ in parts], axis), parts[-1][1]
-        return torch.cat(parts, axis)
-
-    return run
-
-
-def fused(*_, seq_idx, **__):
-    """Stand in for the fused kernel of training, which the layers do without if it returns None."""
-
-
-KERNELS = {
-    "causal_conv1d_fn": ({0}, "seq_idx"),
-    "mamba2_chunk_scan": ({0, 1, 3, 4}, "seq_idx"),
-    "torch_chunk_gated_delta_rule": ({0, 1, 2, "g", "beta"}, "cu_seqlens"),
-}
-
-
 @hands_on_boundaries
 @pytest.mark.parametrize("family", [name for name, family in families.FAMILIES.items() if family.kernels])
 def test_kernels_that_keep_documents_apart_get_the_boundaries(family, monkeypatch):
@@ -255,17 +216,8 @@ def test_kernels_that_keep_documents_apart_get_the_boundaries(family, monkeypatc
     modes = ("eval", "training")
     alone = model_zoo._Case([{"input_ids": x[None]} for x in documents], torch.ones(1, sum(LENGTHS)).bool(), [{}])
     want = {mode: model_zoo._result(eager, alone, mode) for mode in modes}
-    monkeypatch.setattr(families, "_can_import", lambda _: True)
-    model = model_zoo.build(family, "flashmask")
+    model = with_stand_ins(lambda: model_zoo.build(family, "flashmask"), monkeypatch)
     model.load_state_dict(eager.state_dict())
-    guarded = next(
-        x for x in model.modules() if isinstance(x, transformers.PreTrainedModel) and state_of(x).is_recurrent
-    )
-    code = sys.modules[type(guarded).__module__]
-    for name, (split, keyword) in KERNELS.items():
-        if hasattr(code, name):
-            monkeypatch.setattr(code, name, by_document(getattr(code, name).__wrapped__, split, keyword))
-    monkeypatch.setattr(code, "mamba2_split_conv1d_scan_combined", fused, raising=False)
     real = torch.arange(16)[None] < sum(LENGTHS)
     for told, call in {"vectors": row, "positions": {n: row[n] for n in ("input_ids", "position_ids")}}.items():
         for mode in modes:
