@@ -20,17 +20,18 @@ from datasets.distributed import split_dataset_by_node
 class EvenBatchesMixin:
     """Mixin of a trainer that takes the same number of batches on every rank.
 
-    Each rank reads its own shards of a stream if they divide evenly, otherwise every n-th row. Epochs and evaluations
-    end with the rank with the fewest rows, without batches that do not fill a training step: Trainer would add their
-    gradients to the next epoch's. With an `_idle_batch`, all rows are evaluated. Evaluations report exact means over
-    batches of unequal weight, which `prediction_step` must `_record`.
+    Each rank reads its own shards of a stream if they divide evenly, otherwise every n-th row. Epochs end with the rank
+    with the fewest rows, without batches that do not fill a training step: Trainer would add their gradients to the
+    next epoch's. Evaluations read each row once, and report exact means over batches of unequal weight, which
+    `prediction_step` must `_record`.
     """
 
     _ended: Any = None  # the iterator of a stream's epoch that has ended
-    _is_idle: bool | None = None  # None outside of evaluations with idle batches
+    _found: list[bool] | None = None  # for each rank, whether it has a batch of the evaluation
 
-    def _idle_batch(self, batch: dict[str, Any]) -> dict[str, Any] | None:
-        """Return a batch of the same form that adds nothing to metrics, or None."""
+    def _idle_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return a batch of the same form, for a rank without one; it adds nothing to metrics."""
+        return batch
 
     def _get_dataloader(self, dataset: Any, *args: Any, is_training: bool = False, **kwargs: Any) -> Any:
         if isinstance(dataset, IterableDataset):
@@ -46,7 +47,7 @@ class EvenBatchesMixin:
                     self.accelerator.gather = partial(_gather_unequal, self.accelerator.gather)
         loader = super()._get_dataloader(dataset, *args, is_training=is_training, **kwargs)
         sampler = getattr(loader, "batch_sampler", None)
-        if not is_training and isinstance(sampler, BatchSamplerShard) and self._idle_batch({}) is not None:
+        if not is_training and isinstance(sampler, BatchSamplerShard):
             sampler.even_batches = False  # even batches would evaluate the first rows again
         return loader
 
@@ -61,12 +62,13 @@ class EvenBatchesMixin:
         def gather_for_metrics(input_data: Any, use_gather_object: bool = False) -> Any:
             if use_gather_object and copies == 1:
                 return gather_objects(input_data, use_gather_object)
-            if self._is_idle:
-                input_data = recursively_apply(lambda x: x[:0] if x.dim() else x, input_data)
-            data = _gather_unequal(gather, input_data, copies)
-            if self._is_idle is None and state.end_of_dataloader and state.remainder > 0:
-                data = recursively_apply(lambda x: x[: parts * state.remainder], data)
-            return data
+            ranks = range(0, self.accelerator.num_processes, copies)  # ranks that share rows are neighbours
+            if self._found is not None:
+                return _gather_unequal(gather, input_data, [rank for rank in ranks if self._found[rank]])
+            data = _gather_unequal(gather, input_data, ranks)
+            if not state.end_of_dataloader or state.remainder <= 0:
+                return data
+            return recursively_apply(lambda x: x[: parts * state.remainder], data)
 
         self.accelerator.gather_for_metrics = gather_for_metrics
         self.gather_function = partial(gather_for_metrics, use_gather_object=self.args.eval_use_gather_object)
@@ -82,15 +84,10 @@ class EvenBatchesMixin:
             self._ended, batches = epoch_iterator, []
         return super().get_batch_samples(iter(batches), num_batches, device)
 
-    def _read_once(self, count: int) -> torch.Tensor:
-        """Return 1 for each row of an evaluation's batch, 0 for rows that accelerate repeats, float32 [count]."""
-        places = torch.arange(count, device=self.accelerator.device)
-        places += self.accelerator.process_index // self._copies << 32
-        return torch.isin(places, self.accelerator.gather_for_metrics(places)).float()
-
     def _record(self, loss: torch.Tensor, *weights: torch.Tensor) -> None:
         """Record the mean loss of a batch, its weight and, optionally, the weight of TRL's token metrics."""
-        counts = [weight.to(loss.device) * self._counts_rows for weight in weights]
+        read = self._counts_rows and (self._found is None or self._found[self.accelerator.process_index])
+        counts = [weight.to(loss.device) * read for weight in weights]
         vars(self).setdefault("_evaluated", []).append(torch.stack([loss.detach().float(), *counts]))
 
     def evaluation_loop(self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
@@ -139,34 +136,30 @@ class _EvenBatches:
 
     def __iter__(self) -> Iterator[Any]:
         batches, last = iter(self.loader), None
-        has_idle = self.trainer._idle_batch({}) is not None
         while True:
             batch = next(batches, None)
             found = _counts(self.trainer, int(batch is not None))
-            if not found.all():
-                if not found.any() or not has_idle:
-                    self.trainer._is_idle = None
-                    if batch is not None:
-                        self.loader.end()  # otherwise it stays accelerate's active loader
-                    return
-                if last is None:  # a rank without any rows takes the form of another rank's batch
-                    last = broadcast_object_list([send_to_device(batch, "cpu")], from_process=int(found.argmax()))[0]
-            self.trainer._is_idle = batch is None if has_idle else None
+            self.trainer._found = found.bool().tolist() if found.any() else None
+            if not found.any():
+                return
+            if not found.all() and last is None:  # a rank without any rows takes the form of another rank's batch
+                last = broadcast_object_list([send_to_device(batch, "cpu")], from_process=int(found.argmax()))[0]
             last = self.trainer._idle_batch(last) if batch is None else batch
             yield last
 
 
-def _gather_unequal(gather: Any, data: Any, copies: int = 1) -> Any:
-    """Gather nested tensors of unequal lengths, once from each `copies` neighbouring ranks, which share rows."""
+def _gather_unequal(gather: Any, data: Any, ranks: Any = None) -> Any:
+    """Gather nested tensors of unequal lengths from some or all ranks."""
 
     def gather_one(x: torch.Tensor) -> torch.Tensor:
         if not x.dim():
-            return gather(x)[::copies]
+            every = gather(x)
+            return every[list(ranks)] if ranks and len(ranks) < len(every) else every
         sizes = gather(torch.tensor([len(x)], device=x.device)).tolist()
         padded = x.new_zeros(max(sizes), *x.shape[1:])
         padded[: len(x)] = x
         parts = gather(padded).unflatten(0, (len(sizes), max(sizes)))
-        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)][::copies])
+        return torch.cat([parts[rank, : sizes[rank]] for rank in ranks or range(len(sizes))])
 
     return recursively_apply(gather_one, data, error_on_other_type=True)
 

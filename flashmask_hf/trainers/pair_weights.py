@@ -6,7 +6,6 @@ the model's output `log_sum_sq_probs` takes the weights in.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import Any
 from unittest import mock
@@ -57,15 +56,11 @@ class PairWeightsMixin:
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Run TRL's `prediction_step`, and record the mean loss of the batch's pairs and their weight."""
-        weights = self._read_once(len(inputs["attention_mask"]) // 2)
-        if PAIR_WEIGHTS in inputs:
-            weights = weights * inputs[PAIR_WEIGHTS].to(weights.device)
-            inputs = {**inputs, PAIR_WEIGHTS: weights}
-        elif not weights.all():
-            with contextlib.suppress(ValueError):  # losses without weights include the repeated pairs
-                check_pair_weights(self.args)
-                inputs = {**inputs, PAIR_WEIGHTS: weights}
-        step = super().prediction_step(model, inputs, *args, **kwargs)
+        accelerator = self.accelerator
+        gather = accelerator.gather if accelerator.num_processes == 1 else accelerator.gather_for_metrics
+        with mock.patch.object(accelerator, "gather", gather):  # TRL gathers rewards of ranks without a batch, too
+            step = super().prediction_step(model, inputs, *args, **kwargs)
+        weights = inputs.get(PAIR_WEIGHTS, torch.ones(len(inputs["attention_mask"]) // 2))
         self._record(step[0], weights.sum())
         return step
 

@@ -178,7 +178,7 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, SplitAnswersMixin,
     ) -> Any:
         """Compute the loss of one batch, a mean over its questions."""
         check_compiled(model, inputs[VECTORS].device)
-        labels = ("answer_counts", "token_counts", "scores", "margins", "read_once")
+        labels = ("answer_counts", "token_counts", "scores", "margins")
         rows = {key: value for key, value in inputs.items() if key not in labels}
         outputs = self._on_shards(model)(**rows, use_cache=False)
         scores, counts = inputs["scores"], inputs["answer_counts"]
@@ -192,7 +192,7 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, SplitAnswersMixin,
         if self.args.center_rewards_coefficient is not None:
             sums = rewards[:, :, None] + rewards[:, None]
             losses = losses + self.args.center_rewards_coefficient * pair_mean(sums**2, beats)
-        loss = losses[inputs["read_once"]].mean() if "read_once" in inputs else losses.mean()
+        loss = losses.mean()
         self._add_metrics("train" if model.training else "eval", rewards.detach(), real, beats, inputs)
         if not return_outputs:
             return loss
@@ -237,9 +237,8 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, SplitAnswersMixin,
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Run Trainer's `prediction_step`, and record the loss of the batch's questions and their number."""
-        once = self._read_once(len(inputs["answer_counts"]))
-        step = super().prediction_step(model, {**inputs, "read_once": once.bool()}, *args, **kwargs)
-        self._record(step[0], once.sum())
+        step = super().prediction_step(model, inputs, *args, **kwargs)
+        self._record(step[0], torch.tensor(float(len(inputs["answer_counts"]))))
         return step
 
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -65,16 +64,13 @@ def test_weights_are_divided_by_the_sum_of_all_processes(found, name, evaluation
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["dpo", "reward"])
-def test_a_stream_of_pairs_trains_on_several_processes(found, name):
-    outcome = result(found, 2, name)
-    assert (outcome["loss"], outcome["eval_loss"]) == (6, 2)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["dpo", "reward"])
-def test_pairs_that_fill_the_last_batch_do_not_count(found, name):
-    assert result(found, 2, name)["mean"] == pytest.approx(result(found, 1, name)["mean"], rel=BOUND)
+@pytest.mark.parametrize(("name", "metric"), [("dpo", "eval_rewards/margins"), ("reward", "eval_margin")])
+def test_a_stream_of_pairs_trains_on_several_processes_and_evaluates_each_once(found, name, metric):
+    want, got = result(found, 1, name), result(found, 2, name)
+    assert got["logged"] == [6, 2]
+    for one, several in zip(want["means"], got["means"], strict=True):
+        assert metric in one
+        assert several == pytest.approx(one, rel=BOUND, abs=BOUND)
 
 
 @FUSED_HEAD
@@ -109,24 +105,15 @@ class Stock:
 
 
 class OneOfTwo(EvenBatchesMixin, Stock):
-    """A trainer of the first of two processes, which are simulated.
+    """A trainer of the first of two processes, which are simulated; the second has `others` batches for each step."""
 
-    Args:
-        others: batches that the second process has for each step.
-        idle: whether there are batches that count for nothing.
-    """
-
-    def __init__(self, others: list[int] | None = None, idle: bool = False):
+    def __init__(self, others: list[int] | None = None):
         counts = iter(others or [])
         self.train_dataset = IterableDataset.from_generator(lambda: iter([]))
         self.accelerator = SimpleNamespace(
             num_processes=2, process_index=0, device="cpu",
             gather=lambda x: torch.stack([x, torch.tensor(next(counts))]),
         )  # fmt: skip
-        self._has_idle_batch = idle
-
-    def _idle_batch(self, batch: Any) -> Any:
-        return batch if self._has_idle_batch else None
 
 
 def test_an_epoch_ends_with_the_process_that_has_the_fewest_batches():
@@ -144,10 +131,13 @@ def test_a_gather_of_unequal_batches_leaves_copies_out():
 
     trainer: Any = OneOfTwo()
     trainer._copies, state = 2, SimpleNamespace(end_of_dataloader=True, remainder=-1)  # the end of a stream
-    trainer.accelerator = SimpleNamespace(gather=gather, gather_for_metrics=None, gradient_state=state)
+    own = {"num_processes": 4, "gather": gather, "gather_for_metrics": None, "gradient_state": state}
+    trainer.accelerator = SimpleNamespace(**own)
     trainer._gather_evaluations(parts=1)
     gathered = trainer.accelerator.gather_for_metrics
     assert gathered({"loss": torch.tensor([5.0, 6.0])})["loss"].tolist() == [5.0, 6.0, 7.0]
+    trainer._found = [False, False, True, True]
+    assert gathered(torch.tensor([5.0, 6.0])).tolist() == [7.0]
 
 
 def test_a_gather_takes_no_rows_and_no_other_type():
@@ -157,10 +147,9 @@ def test_a_gather_takes_no_rows_and_no_other_type():
         both([1])
 
 
-@pytest.mark.parametrize(("training", "idle", "even"), [(False, True, False), (False, False, True), (True, True, True)])
-def test_first_rows_fill_the_last_batch_only_where_no_idle_batch_can(training, idle, even):
-    loader = OneOfTwo(idle=idle)._get_dataloader([1], is_training=training)
-    assert loader.batch_sampler.even_batches is even
+@pytest.mark.parametrize("training", [False, True])
+def test_first_rows_fill_the_last_batch_only_in_training(training):
+    assert OneOfTwo()._get_dataloader([1], is_training=training).batch_sampler.even_batches is training
 
 
 def test_ranks_that_share_rows_must_read_the_same_rows_of_a_stream():
@@ -192,20 +181,13 @@ def test_an_idle_batch_has_no_labels():
     assert idle["input_ids"] is batch["input_ids"]
 
 
-class Loader:
-    """A loader of accelerate with some batches, which counts how often it is ended early."""
+class Batches(tuple[str, ...]):
+    """A loader with some batches."""
 
-    def __init__(self, *batches: str):
-        self.dataset, self.batches, self.ended = None, batches, 0
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.batches)
-
-    def end(self) -> None:
-        self.ended += 1
+    dataset = None
 
 
-def evaluated(loader: Loader, others: list[int], idle: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list]:
+def evaluated(batches: tuple[str, ...], others: list[int], monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list]:
     """Return the batches that the first of two processes evaluates, and what it was sent: batch and sender."""
     sent: list[tuple[Any, int]] = []
 
@@ -215,32 +197,24 @@ def evaluated(loader: Loader, others: list[int], idle: bool, monkeypatch: pytest
 
     monkeypatch.setattr(even_batches, "broadcast_object_list", broadcast)
     monkeypatch.setattr(even_batches, "send_to_device", lambda batch, device: batch)
-    trainer: Any = OneOfTwo(others, idle)
-    trainer._idle_batch = lambda batch: f"idle {batch}" if idle else None
-    return list(even_batches._EvenBatches(loader, trainer)), sent
+    trainer: Any = OneOfTwo(others)
+    trainer._idle_batch = lambda batch: f"idle {batch}"
+    return list(even_batches._EvenBatches(Batches(batches), trainer)), sent
 
 
 def test_a_process_without_rows_takes_idle_batches_until_all_have_evaluated_theirs(monkeypatch):
-    loader = Loader("first")
-    batches, sent = evaluated(loader, [1, 1, 1, 0], True, monkeypatch)
+    batches, sent = evaluated(("first",), [1, 1, 1, 0], monkeypatch)
     assert batches == ["first", "idle first", "idle idle first"]
-    assert (sent, loader.ended) == ([], 0)
+    assert sent == []
 
 
 def test_a_process_without_any_rows_takes_the_form_of_another_process_s_batch(monkeypatch):
-    batches, sent = evaluated(Loader(), [1, 0], True, monkeypatch)
+    batches, sent = evaluated((), [1, 0], monkeypatch)
     assert batches == ["idle other"]
     assert sent == [(None, 1)]
 
 
 def test_a_process_sends_the_form_of_its_first_batch_to_a_process_without_any_rows(monkeypatch):
-    batches, sent = evaluated(Loader("first", "second"), [0, 0, 0], True, monkeypatch)
+    batches, sent = evaluated(("first", "second"), [0, 0, 0], monkeypatch)
     assert batches == ["first", "second"]
     assert sent == [("first", 0)]
-
-
-def test_an_evaluation_without_idle_batches_ends_with_the_process_that_has_the_fewest(monkeypatch):
-    loader = Loader("first", "second", "third")
-    batches, sent = evaluated(loader, [1, 0], False, monkeypatch)
-    assert batches == ["first"]
-    assert (sent, loader.ended) == ([], 1)  # or it would stay accelerate's active loader
