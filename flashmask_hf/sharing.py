@@ -52,7 +52,7 @@ def share_prefixes(model: Any, minimum: float = 0.1) -> None:
             recurrent or convolutional layers, or has its head in its backbone (mllama); in a call, a row starts inside
             a document, as with sequence parallelism.
         RuntimeError: in a backward pass, the loss reads hidden states of padding. On a GPU a device-side assertion
-            fails instead.
+            fails instead. Without gradients such a loss differs, and nothing raises.
 
     Example:
         ```python
