@@ -426,6 +426,8 @@ def preference() -> str:
     lines = _lines(read_all("preference_*"), "shape", "task", "length", peer="trl_flash_attention_4")
     columns: Columns = {"shape": _model, "trainer": lambda line: TASKS[line[0]["task"]]}
     columns |= {"tokens per batch": "{length:,.0f}"} | _beside("fastest without sharing, tokens/s")
+    pair = ("flashmask", "trl_flash_attention_4")
+    columns["over FlashAttention-4"] = lambda line: f"{gain([x for x in line if x['implementation'] in pair]):.2f}x"
     columns["hook per step"] = cell("{hook_milliseconds:.1f} ms", implementation="flashmask")
     return table(lines, columns)
 
