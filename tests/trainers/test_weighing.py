@@ -152,6 +152,7 @@ def test_a_weight_is_a_number_of_equal_examples(tmp_path):
     assert_same_gradients(gradient, expected_gradient)
 
 
+@pytest.mark.filterwarnings("ignore:`return_outputs=True`:FutureWarning")  # TRL computes the logits apart
 @pytest.mark.parametrize(
     ("name", "streamed"), [("per token, tiny", True), ("per example, negative ones", False)], ids=["stream", "map"]
 )
@@ -161,6 +162,10 @@ def test_an_evaluation_has_the_loss_of_all_its_rows(name, streamed, tmp_path):
     data = Dataset.from_dict(columns_of(weights))
     found = trainer.evaluate(data.to_iterable_dataset() if streamed else data)
     assert found["eval_loss"] == pytest.approx(expected_of(counted)[0], **LOSS)
+    trainer.compute_metrics = lambda given: {"logits": given.predictions.shape[-1]}
+    metrics = trainer.evaluate(data)
+    assert metrics["eval_loss"] == pytest.approx(found["eval_loss"], **LOSS)
+    assert metrics["eval_logits"] == VOCAB
 
 
 @pytest.mark.full
