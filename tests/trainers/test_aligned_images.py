@@ -25,6 +25,9 @@ SEVERAL = ([(2, 2)], [(2, 2)], [(2, 2), (2, 4)], [(2, 4)])
 WHOLE: dict[str, Any] = {"per_device_train_batch_size": 8}
 """Two prompts in each micro-batch: stock TRL fails in one without any image."""
 
+NO_TENSORS: dict[str, Any] = {"chat_template_kwargs": {"return_tensors": None}}
+"""Lists of a batch's prompts, which a processor of Pixtral else makes a tensor: TRL does not pad them."""
+
 QUICK: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "grpo, axes of positions": ("qwen2_5_vl", MIXED, WHOLE | {"beta": 0.1}),
     "grpo, padded images": ("smolvlm", SEVERAL, {"steps_per_generation": 4}),
@@ -40,6 +43,9 @@ FULL: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "grpo, tiles": ("internvl", SEVERAL, WHOLE),
     "dpo, tiles": ("internvl", SEVERAL, {"algorithm": "dpo"}),
     "dpo, padded images": ("smolvlm", MIXED, {"algorithm": "dpo"}),
+    **{f"dpo, {kind}": (kind, MIXED, {"algorithm": "dpo"}) for kind in ("mistral3", "pixtral")},
+    "grpo, mistral3": ("mistral3", MIXED, WHOLE | NO_TENSORS),
+    "rloo, pixtral": ("pixtral", SEVERAL, WHOLE | NO_TENSORS | {"algorithm": "rloo"}),
     "dpo, accumulated": ("qwen2_5_vl", MIXED, {
         "algorithm": "dpo", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}),
     "float32": ("qwen2_5_vl", MIXED, WHOLE | {"dtype": torch.float32}),
