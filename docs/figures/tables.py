@@ -502,14 +502,6 @@ def embeddings() -> str:
     return table(lines, columns)
 
 
-def towers() -> str:
-    """A tower of images by attention."""
-    lines = groups(read_all("towers_*"), "shape", "size")
-    columns: Columns = {"tower of": "{shape}", "images": "{size}", "patches": "{tokens:,.0f}"}
-    ways = {"flashmask": "flashmask", "flash_attention_4": "FlashAttention-4", "sdpa": "SDPA"}
-    return table(lines, columns | _ways(lines, ways, 1))
-
-
 def diffusion() -> str:
     """Block diffusion beside dllm and FlexAttention, and its chart."""
     lines = groups(read_all("diffusion_*"), "shape", "length")
@@ -667,7 +659,7 @@ def gallery() -> str:
 PLAIN = (peers, peers_widths, deterministic, ragged, sparse, dropout, drafts, decoding, short, masks_made,
          fast_settings, settings, alignment, preference, trajectories, row_lengths, images, embeddings, profile,
          convergence, packing, first_step, sparse_training, gallery, long_length,
-         towers, diffusion, versions)  # fmt: skip
+         diffusion, versions)  # fmt: skip
 TEXTS: dict[str, Callable[[], str]] = {function.__name__.replace("_", "-"): function for function in PLAIN} | {
     "peers-long": partial(peers_shapes, "attention_peers_h200", "32768", "131072"),
     "peers-grouped": partial(peers_shapes, "attention_peers_gqa_h100", "8192", "32768", "131072"),
