@@ -13,17 +13,22 @@ import vision_data  # isort: skip
 @pytest.mark.full
 def test_the_demo_learns_to_name_colours(tmp_path):
     accelerate = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", "--num_processes", 1, "--cpu"]
-    flags = ["--max_steps", 60, "--logging_steps", 10, "--disable_tqdm", True, "--use_cpu", "--save_strategy", "no"]
+    flags = ["--max_steps", 90, "--logging_steps", 10, "--disable_tqdm", True, "--use_cpu", "--save_strategy", "no"]
+    flags += ["--show", 60]
     printed = launch(accelerate, tmp_path, *flags, recipe="vision_sft")
     losses = logged(printed, "loss")
     assert losses[-1] < 0.4 * losses[0]
     assert all(0 < value < 1 for value in logged(printed, "mask_sparsity"))
     assert "rows of up to 512 tokens; packing efficiency 9" in printed
     assert f"Loaded {tmp_path} again, attn_implementation='flashmask'" in printed
-    answers = [line.partition("Answer: ")[2] for line in printed.splitlines() if line.startswith("Expected: ")]
-    assert len(answers) == 12
-    assert sum(answer.startswith("It is ") for answer in answers) > 6
-    assert printed.splitlines()[-1].endswith("of 12 answers are as expected")
+    right, of, examples, *_ = printed.splitlines()[-1].split()
+    assert (of, examples) == ("of", "60")
+    # A model that sees no image names at most 9, one that names one colour of each example 30.
+    assert int(right) > 20
+    shown = [
+        line.removeprefix("Expected: ").split("    Answer: ") for line in printed.splitlines() if "Answer: " in line
+    ]
+    assert int(right) == sum(wanted == answer for wanted, answer in shown)
 
 
 def test_a_drawn_shape_has_its_colour():
