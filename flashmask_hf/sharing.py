@@ -107,7 +107,7 @@ def _can_share(call: Call) -> bool:
         return False
     if call.named.get("use_cache") or cache_of(call.named) is not None:
         return False
-    if call.named.get("return_dict", call.config.return_dict) is False:  # the hooks read names
+    if call.named.get("return_dict") is False:  # the hooks read names
         return False
     if mask is not None and (not isinstance(mask, Tensor) or mask.shape != tokens.shape):
         return False

@@ -43,7 +43,7 @@ _EDITS_MASKS = "cut or join the masks of their layers, which takes dense ones"
 _TYPES = {
     Family(_DROPS_KEYWORDS): "nemotron siglip2_text_model siglip_text_model stablelm whisper",
     Family(_EDITS_MASKS): "axk2 bigbird_pegasus deepseek_v32 doge dots3_note_text gemma4_audio glm_moe_dsa hy_v4 "
-    "hy_v4_vl_text mistral_large4_text qwen4_exp_text t5gemma2_decoder",
+    "hy_v4_vl_text mistral_large4_text nllb-moe qwen4_exp_text t5gemma2_decoder",
     Family(_EDITS_MASKS, mixes=True): "deepseek_v4",
     Family(mixes=True): "falcon_mamba mamba mamba2 minimax mobilebert rwkv xlstm",
     Family(window_in_mask=True): "phimoe qwen2_moe",

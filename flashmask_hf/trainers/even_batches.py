@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 import torch.utils.data
 from accelerate.data_loader import BatchSamplerShard
-from accelerate.utils import broadcast_object_list, recursively_apply, send_to_device
+from accelerate.utils import broadcast_object_list, gather_object, recursively_apply, send_to_device
 from datasets import IterableDataset
 from datasets.distributed import split_dataset_by_node
 
@@ -56,19 +57,24 @@ class EvenBatchesMixin:
 
         accelerate gathers as many rows from each rank, and cuts the last batch as if each rank had other rows.
         """
+        if self.args.batch_eval_metrics:
+            problem = "batch_eval_metrics=True needs one process, since ranks end an evaluation at different batches"
+            raise ValueError(f"{problem}; set it to False")
         state, gather = self.accelerator.gradient_state, self.accelerator.gather
-        gather_objects, copies = self.accelerator.gather_for_metrics, self._copies // parts
+        copies = self._copies // parts
 
         def gather_for_metrics(input_data: Any, use_gather_object: bool = False) -> Any:
-            if use_gather_object and copies == 1:
-                return gather_objects(input_data, use_gather_object)
-            ranks = range(0, self.accelerator.num_processes, copies)  # ranks that share rows are neighbours
+            ranks = [*range(0, self.accelerator.num_processes, copies)]  # ranks that share rows are neighbours
+            last = None
             if self._found is not None:
-                return _gather_unequal(gather, input_data, [rank for rank in ranks if self._found[rank]])
-            data = _gather_unequal(gather, input_data, ranks)
-            if not state.end_of_dataloader or state.remainder <= 0:
-                return data
-            return recursively_apply(lambda x: x[: parts * state.remainder], data)
+                ranks = [rank for rank in ranks if self._found[rank]]
+            elif state.end_of_dataloader and state.remainder > 0:
+                last = parts * state.remainder
+            if not use_gather_object:
+                with contextlib.suppress(TypeError):  # of other types than tensors, as accelerate does
+                    return recursively_apply(lambda x: x[:last], _gather_unequal(gather, input_data, ranks))
+            objects = gather_object([[*input_data]])
+            return [x for rank in ranks for x in objects[rank]][:last]
 
         self.accelerator.gather_for_metrics = gather_for_metrics
         self.gather_function = partial(gather_for_metrics, use_gather_object=self.args.eval_use_gather_object)

@@ -353,7 +353,7 @@ def first_sentence(error: BaseException) -> str:
     text = re.sub(r"(torch[.]Size)?[\[(]+\d+(, \d+)*[\])]+", "[...]", text)
     text = re.sub(r"\bsliding_window=\d+", "sliding_window", text)
     text = re.sub(r"gives the model \w+", "gives the model an input", text)
-    text = re.sub(r"^models of type '\w+'", "models of this type", text)
+    text = re.sub(r"^models of type '[\w-]+'", "models of this type", text)
     text = re.sub(r"^[A-Z]\w+ (has (attention|recurrent)|reads no document|embeds positions)", r"the model \1", text)
     return f"{type(error).__name__}: {re.split(r'; |[.] (?=[A-Z])', text)[0].rstrip('.')}"
 

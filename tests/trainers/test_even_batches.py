@@ -94,7 +94,7 @@ class Stock:
     """Trainer's part of what the mixin extends."""
 
     _copies = 1
-    args = SimpleNamespace(eval_use_gather_object=False)
+    args = SimpleNamespace(eval_use_gather_object=False, batch_eval_metrics=False)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list, Any]:
         return list(epoch_iterator), None
@@ -125,7 +125,7 @@ def test_an_epoch_ends_with_the_process_that_has_the_fewest_batches():
     assert trainer.get_batch_samples(iter(range(2)), 2, "cpu")[0] == [0, 1]  # of the next epoch
 
 
-def test_a_gather_of_unequal_batches_leaves_copies_out():
+def test_a_gather_of_unequal_batches_leaves_copies_out(monkeypatch):
     def gather(x: torch.Tensor) -> torch.Tensor:
         return torch.cat([x, x, *[torch.tensor([1] if x.dtype == torch.int64 else [7.0, 0.0])] * 2])
 
@@ -138,6 +138,13 @@ def test_a_gather_of_unequal_batches_leaves_copies_out():
     assert gathered({"loss": torch.tensor([5.0, 6.0])})["loss"].tolist() == [5.0, 6.0, 7.0]
     trainer._found = [False, False, True, True]
     assert gathered(torch.tensor([5.0, 6.0])).tolist() == [7.0]
+    monkeypatch.setattr(even_batches, "gather_object", lambda own: [*own, *own, ["c"], ["d"]])
+    assert gathered("ab") == gathered(["a", "b"], use_gather_object=True) == ["c"]
+    trainer._found, state.remainder = None, 2
+    assert gathered("ab") == ["a", "b"]
+    trainer.args = SimpleNamespace(batch_eval_metrics=True)
+    with pytest.raises(ValueError, match=r"^batch_eval_metrics=True needs one process"):
+        trainer._gather_evaluations(parts=1)
 
 
 def test_a_gather_takes_no_rows_and_no_other_type():

@@ -174,7 +174,7 @@ def _is_same_mask(call: Call) -> Verdict | None:
         got = list(indices.shape) if isinstance(indices, Tensor) else type(indices).__name__
         return False, (
             f"{VECTORS} must be [B, H, S, n] for S = {call.tokens.shape[1]} tokens, got {got}; attn_implementation="
-            f"'{name}' ignores them: pass whole rows without virtual tokens"
+            f"'{name}' ignores them: pass indices of whole rows, without virtual tokens"
         )
     ends = _ends_of_documents(call) if indices.shape[3] == 1 else None
     return ~hides_more(indices, call.named.get("attention_mask"), ends).any(), (

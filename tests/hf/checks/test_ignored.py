@@ -63,7 +63,7 @@ def test_mask_indices_of_another_length_are_refused_where_they_are_ignored():
     part = {name: batch[name][:, :8] for name in ("input_ids", "position_ids")}
     whole = batch["startend_row_indices"]
     for indices in (whole, whole[:, :, :7], whole[0], whole.tolist()):
-        with pytest.raises(ValueError, match=r"for S = 8 tokens, got .*'sdpa' ignores them: pass whole rows"):
+        with pytest.raises(ValueError, match=r"for S = 8 tokens, got .*'sdpa' ignores them: pass indices of whole"):
             llama("sdpa")(**part, startend_row_indices=indices, use_cache=False)
     with pytest.raises(TypeError, match="int32"):
         llama("sdpa")(**part, startend_row_indices=whole[:, :, :8].long(), use_cache=False)
