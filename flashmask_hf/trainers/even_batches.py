@@ -154,13 +154,12 @@ class _EvenBatches:
             yield last
 
 
-def _gather_unequal(gather: Any, data: Any, ranks: Any = None) -> Any:
-    """Gather nested tensors of unequal lengths from some or all ranks."""
+def _gather_unequal(gather: Any, data: Any, ranks: list[int] | None = None) -> Any:
+    """Gather nested tensors of unequal lengths from some ranks, or all."""
 
     def gather_one(x: torch.Tensor) -> torch.Tensor:
         if not x.dim():
-            every = gather(x)
-            return every[list(ranks)] if ranks and len(ranks) < len(every) else every
+            return gather(x)[ranks or ...]
         sizes = gather(torch.tensor([len(x)], device=x.device)).tolist()
         padded = x.new_zeros(max(sizes), *x.shape[1:])
         padded[: len(x)] = x
