@@ -44,7 +44,8 @@ def context_parallel_size(args: Any) -> int:
     if config is None:
         return 1
     if getattr(config, "sp_size", 1) > 1:
-        raise ValueError("sp_size > 1: accelerate's sequence parallelism takes no mask indices; use cp_size with FSDP2")
+        problem = "sp_size > 1: accelerate's sequence parallelism takes no mask indices"
+        raise ValueError(f"{problem}; use cp_size with FSDP2 in SFT, DPO and reward trainers, sp_size=1 in others")
     return config.cp_size
 
 
