@@ -101,8 +101,8 @@ def cached_mask(
 
 
 _REFUSED = (
-    "attention_mask must be None, a FlashMask or what the mask hook makes of a 2D mask, got {}; pass "
-    f"FlashMask.from_dense(mask).bidirectional().indices as {VECTORS}"
+    "attention_mask must be None, a FlashMask or what the mask hook makes of a 2D mask, got {}; make "
+    f"FlashMask.from_dense(mask).bidirectional().indices and pass it as {VECTORS}"
 )
 
 BOUNDS = {2: 1, 3: 2, 5: 4, 6: 4}

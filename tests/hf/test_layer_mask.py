@@ -51,7 +51,7 @@ from flashmask_hf.hf.mask_hook import mask_hook
 @pytest.mark.parametrize("with_vectors", [False, True])
 def test_unknown_attention_mask_is_refused(attention_mask, got, with_vectors):
     vectors = dict(startend_row_indices=masks.causal_document([6]).indices) if with_vectors else {}
-    way_out = r"pass FlashMask.from_dense\(mask\).bidirectional\(\).indices as startend_row_indices"
+    way_out = r"FlashMask.from_dense\(mask\).bidirectional\(\).indices and pass it as startend_row_indices"
     kind = RuntimeError if got == "a tensor of integers" else ValueError  # six rows may be marked ones
     with pytest.raises(kind, match=rf"^attention_mask must be .*{got}.*{way_out}"):
         attend(attention_mask=attention_mask, **vectors)
