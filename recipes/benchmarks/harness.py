@@ -119,6 +119,10 @@ def program(
                     results.add(rows, silent=silent)
                     if gpu and ends and not in_time(a):
                         break
+            if dist.is_initialized():
+                gc.collect()  # a wrapped model is part of cycles; freed after its group, it may abort the process
+                dist.barrier()
+                dist.destroy_process_group()
 
         return main
 

@@ -309,5 +309,3 @@ def main(a: argparse.Namespace) -> Iterator[Rows]:
 
 if __name__ == "__main__":
     main()
-    dist.barrier()
-    dist.destroy_process_group()
