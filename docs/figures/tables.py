@@ -502,6 +502,14 @@ def embeddings() -> str:
     return table(lines, columns)
 
 
+def towers() -> str:
+    """An image tower alone."""
+    columns: Columns = {"tower of": "{shape}", "images": "{size}", "patches": "{tokens:,.0f}"}
+    lines = groups(read_all("towers_*"), "shape", "size")
+    ways = {"flashmask": "flashmask", "flash_attention_4": "FlashAttention-4", "sdpa": "SDPA"}
+    return table(lines, columns | _ways(lines, ways, 1))
+
+
 def diffusion() -> str:
     """Block diffusion beside dllm and FlexAttention, and its chart."""
     lines = groups(read_all("diffusion_*"), "shape", "length")
@@ -657,7 +665,7 @@ def gallery() -> str:
 
 
 PLAIN = (peers, peers_widths, deterministic, ragged, sparse, dropout, drafts, decoding, short, masks_made,
-         fast_settings, settings, alignment, preference, trajectories, row_lengths, images, embeddings, profile,
+         fast_settings, settings, alignment, preference, trajectories, row_lengths, images, towers, embeddings, profile,
          convergence, packing, first_step, sparse_training, gallery, long_length,
          diffusion, versions)  # fmt: skip
 TEXTS: dict[str, Callable[[], str]] = {function.__name__.replace("_", "-"): function for function in PLAIN} | {

@@ -199,7 +199,7 @@ def measure(case: str, bench: Any, providers: Sequence[str], a: Any) -> Rows:
     query=Flag(512, help="tokens of a reranker's query"),
     document=Flag(256, help="tokens of each of its 16 documents"),
     queries=Flag([1], help="queries in a reranker's batch"),
-    images=Flag([8, 64], help="images in a tower's batch"),
+    images=Flag([8, 32], help="images in a tower's batch"),
     providers=Flag(PROVIDERS, PROVIDERS),
     turns=7,
 )
