@@ -153,9 +153,13 @@ def _read(rows: Tensor) -> LayerMask:
     return LayerMask(FlashMask(indices, causal=count < 4), keys)
 
 
+_MARKS = {1: -(2**31), 4: -(2**30)}
+"""Bits that mark the hook's columns, by their rows, so that neither a caller's columns nor a slice of rows has them."""
+
+
 def marked_columns(columns: Tensor) -> Tensor:
-    """Return the hook's columns as -1 - columns, since a caller's have no negatives."""
-    return -1 - columns
+    """Return the hook's columns, which are less than 2**29, with the bits of their mark flipped."""
+    return columns ^ _MARKS[columns.shape[2]]
 
 
 def columns_of(attention_mask: Any) -> Tensor:
@@ -167,15 +171,16 @@ def columns_of(attention_mask: Any) -> Tensor:
     """
     got = type(attention_mask).__name__
     if isinstance(attention_mask, Tensor):
-        if attention_mask.dtype == torch.int32 and attention_mask.dim() == 4 and attention_mask.shape[2] in (1, 4):
+        if attention_mask.dtype == torch.int32 and attention_mask.dim() == 4 and attention_mask.shape[2] in _MARKS:
             return cached_mask((attention_mask,), ("columns",), lambda: _unmark(attention_mask))
         got = f"{attention_mask.dtype} of shape {list(attention_mask.shape)}"
     raise ValueError(_REFUSED.format(got))
 
 
-def _unmark(columns: Tensor) -> Tensor:
-    device_assert((columns < 0).all(), _REFUSED.format("a tensor of integers"))
-    return -1 - columns
+def _unmark(marked: Tensor) -> Tensor:
+    columns = marked_columns(marked)
+    device_assert((columns >> 29 == 0).all(), _REFUSED.format("a tensor of integers"))
+    return columns
 
 
 def hidden_keys(hooked: Tensor, q_len: int) -> Tensor:

@@ -66,7 +66,7 @@ def test_dense_attention_mask_of_a_model_is_refused():
 @pytest.mark.parametrize("shape", [(2, 1, 1, 7), (3, 1, 1, 6)], ids=["columns", "batch"])
 def test_hook_result_of_another_shape_is_refused(shape):
     with pytest.raises(ValueError, match=r"attention_mask has batch .*pass a 2D attention_mask"):
-        attend(attention_mask=torch.full(shape, -1, dtype=torch.int32))
+        attend(attention_mask=layer_mask.marked_columns(torch.zeros(shape, dtype=torch.int32)))
 
 
 VECTORS = masks.causal_document([2, 4]).indices
@@ -495,6 +495,18 @@ def test_columns_of_a_caller_are_refused_as_they_lack_the_window_of_the_layer(wi
         columns = mask.bidirectional().indices.transpose(2, 3)
         with pytest.raises(RuntimeError, match=r"attention_mask must be None, a FlashMask .* a tensor of integers"):
             run(torch.nn.Module(), query, key, key, columns, is_causal=False, sliding_window=window)
+
+
+@pytest.mark.parametrize("form", ["columns", "rows"])
+def test_a_row_cut_from_the_mask_of_a_call_is_refused(form):
+    """As by a model that takes the last query's row of a dense mask."""
+    mask = masks.blocks([6], [(1, 5)]).bidirectional()
+    marked = layer_mask.marked_columns(mask.indices.transpose(2, 3))
+    if form == "rows":
+        marked = layer_mask.marked_rows(layer_mask.LayerMask(mask))
+    for row in range(marked.shape[2]):
+        with pytest.raises(RuntimeError, match=r"attention_mask must be None, a FlashMask .* a tensor of integers"):
+            attend(attention_mask=marked[:, :, row : row + 1])
 
 
 @pytest.mark.parametrize("window", [1, 8, 128])
