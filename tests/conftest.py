@@ -7,7 +7,10 @@ A test marked interpreter, gpu or hopper is left out where its lane cannot run, 
 import functools
 import gc
 import os
+import random
 import re
+import sys
+import zlib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from typing import Any
 # CUDA reads it when it starts; without it some tests that ask for deterministic algorithms would raise.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -103,6 +107,26 @@ def pytest_testnodedown(node: Any) -> None:
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     for reason, count in config.stash.get(LEFT_OUT, Counter()).items():
         terminalreporter.line(f"left out {count} tests of the {reason}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    _seed(str(item.path.name))  # also of what tests of a module share, whichever of them is the first
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> None:
+    _seed(item.nodeid)
+
+
+def _seed(name: str) -> None:
+    """Seed all generators by a name, so that no test draws by what ran before it in its worker."""
+    seed = zlib.crc32(name.encode())
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    if vision := sys.modules.get("tools.vision"):
+        vision.seed(seed)
 
 
 @pytest.fixture(scope="session")

@@ -270,6 +270,11 @@ _TEMPLATE = """{% for message in messages %}{{ message['role'] + ' ' }}\
 _rng = np.random.default_rng(0)
 
 
+def seed(number: int) -> None:
+    """Seed the generator of pictures and words."""
+    _rng.bit_generator.state = np.random.default_rng(number).bit_generator.state
+
+
 def _prefix(kind: str) -> str:
     return _PREFIXES.get(kind, kind.capitalize())
 
