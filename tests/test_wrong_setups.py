@@ -603,10 +603,17 @@ def test_columns_of_images_video_and_audio_are_found_by_name(column, streamed):
             assert list(without_media(rows, "train")) == [{"text": "w5"}] * 2
 
 
-def test_an_image_is_found_in_the_last_of_many_rows():
-    rows = Dataset.from_dict({"text": ["w5"] * 1002, "image": [None] * 1001 + ["a"]})
-    with pytest.raises(ValueError, match="example 1001 of the train dataset has images"):
-        without_media(rows, "train")
+@pytest.mark.parametrize("streamed", [False, True], ids=["map", "streamed"])
+def test_an_image_is_found_in_the_last_of_many_rows(streamed):
+    parts = [[{"type": "text", "text": "w5"}]] * 101 + [[{"type": "image", "text": None}]]
+    for column, values in (
+        ("image", [None] * 101 + ["a"]),
+        ("messages", [[{"role": "user", "content": content}] for content in parts]),
+    ):
+        rows = Dataset.from_dict({column: values})
+        rows = rows.to_iterable_dataset() if streamed else rows
+        with pytest.raises(ValueError, match=f"example 101 of the train dataset has images, .* its column '{column}'"):
+            list(without_media(rows, "train"))
 
 
 WEIGHED = [{"role": "user", "content": "w5"}, {"role": "assistant", "content": "w6", "weight": 0}]

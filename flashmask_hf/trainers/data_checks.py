@@ -12,6 +12,7 @@ from datasets import Dataset
 from flashmask_hf.collators.columns import all_have
 from flashmask_hf.collators.dataset import first_row
 from flashmask_hf.collators.preference import read_number
+from flashmask_hf.trainers.formats import preference_columns
 
 logger = get_logger(__name__)
 
@@ -38,19 +39,40 @@ def named_datasets(train_dataset: Any, eval_dataset: Any) -> list[tuple[str, Any
 
 
 def has_images(dataset: Any) -> bool:
-    """Return whether a map-style dataset, or the first row of another, has an image in a column of images."""
+    """Return whether a dataset has images, in a column of images or in the messages beside one.
+
+    Of a dataset with a transform the first row tells; a stream counts if its first row has the column, even empty.
+    """
     first = first_row(dataset, "the train dataset")
     columns = [column for column in IMAGES if column in first]
-    if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom":
-        return any(_has_value(first[column]) for column in columns)
-    return any(_has_value(value) for row in _undecoded(dataset, columns) for value in row.values())
+    if not columns or not isinstance(dataset, Dataset):
+        return bool(columns)
+
+    def found(row: Mapping[str, Any]) -> bool:
+        return any((name in columns and _has_value(x)) or _has_media_in_messages(x, IMAGES) for name, x in row.items())
+
+    return found(first) or any(map(found, _undecoded(dataset, [*columns, *_columns_of_parts(dataset)])))
 
 
-def _undecoded(dataset: Dataset, columns: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of some columns of a dataset, whose images stay encoded."""
-    if columns:
-        tables: Any = dataset.select_columns(columns).with_format("arrow").iter(batch_size=1_000)
-        yield from (row for table in tables for row in table.to_pylist())
+def _undecoded(dataset: Dataset, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of some columns of a dataset, whose images stay encoded; none of a dataset with a transform."""
+    if columns and dataset.format["type"] != "custom":
+        chosen = dataset.select_columns([*columns])
+        features = chosen.to_iterable_dataset().decode(False).features
+        tables: Any = chosen.with_format("arrow").iter(batch_size=100)
+        yield from (features.decode_example(row) for table in tables for row in table.to_pylist())
+
+
+def _columns_of_parts(dataset: Dataset) -> list[str]:
+    """Return the columns that may hold messages with a list of parts, such as texts and images, as content."""
+
+    def has_types(feature: Any) -> bool:
+        if isinstance(feature, Mapping):
+            return "type" in feature or any(map(has_types, feature.values()))
+        inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+        return type(feature).__name__ == "Json" or (inner is not None and has_types(inner))
+
+    return [name for name, feature in dataset.features.items() if has_types(feature)]
 
 
 def each_dataset(change: Callable[[Any, str], Any], train_dataset: Any, eval_dataset: Any) -> tuple[Any, Any]:
@@ -65,8 +87,7 @@ def without_media(
 ) -> Any:
     """Return a dataset without its columns of images, video and audio, which must be empty.
 
-    A stream's rows are checked when read, messages in the first row only. A ValueError names a row with media, and the
-    way out; `images` may stay.
+    A stream's rows are checked when read. A ValueError names a row with media, and the way out; `images` may stay.
     """
     first = first_row(dataset, f"the {name} dataset")
     media = _MEDIA[len(IMAGES) :] if images else _MEDIA
@@ -81,13 +102,15 @@ def without_media(
 
     check(first, 0)
     columns = [column for column in media if column in first]
-    if not columns or (isinstance(dataset, Dataset) and dataset.format["type"] == "custom"):  # of a transform
-        return dataset
-    if not isinstance(dataset, Dataset):
+    if isinstance(dataset, Dataset):
+        if dataset.format["type"] == "custom":  # of a transform
+            return dataset
+        for index, row in enumerate(_undecoded(dataset, [*columns, *_columns_of_parts(dataset)])):
+            check(row, index)
+        return dataset.remove_columns(columns) if columns else dataset
+    if columns or any(map(_contents, first.values())):
         return dataset.map(check, with_indices=True, remove_columns=columns)
-    for index, row in enumerate(_undecoded(dataset, columns)):
-        check(row, index)
-    return dataset.remove_columns(columns)
+    return dataset
 
 
 def _has_value(value: Any) -> bool:
@@ -97,10 +120,14 @@ def _has_value(value: Any) -> bool:
 
 def _has_media_in_messages(value: Any, media: Sequence[str]) -> bool:
     """Return whether a cell is a conversation with some of the media."""
-    turns = [turn for turn in value if isinstance(turn, Mapping)] if isinstance(value, list) else []
-    contents = [turn["content"] for turn in turns if isinstance(turn.get("content"), list)]
-    kinds = [str(part.get("type")) for content in contents for part in content if isinstance(part, Mapping)]
+    kinds = [str(part.get("type")) for content in _contents(value) for part in content if isinstance(part, Mapping)]
     return any(name in kind for kind in kinds for name in media)
+
+
+def _contents(value: Any) -> list[list[Any]]:
+    """Return the contents of a conversation's messages that are lists of parts."""
+    turns = [turn for turn in value if isinstance(turn, Mapping)] if isinstance(value, list) else []
+    return [turn["content"] for turn in turns if isinstance(turn.get("content"), list)]
 
 
 def report_dropped(before: Any, after: Any, name: str, why: str) -> None:
@@ -125,7 +152,7 @@ def check_examples(trainer: Any) -> None:
 def check_rows(dataset: Dataset, collator: Any, args: Any, name: str) -> None:
     """Raise an error for the first invalid row of a prepared dataset, and log how many rows the collator will cut.
 
-    Of rows with images only the numbers are checked, and nothing behind a transform: images stay encoded.
+    Of rows with images the format and the numbers are checked, and nothing behind a transform: images stay encoded.
     """
     reads_images = getattr(collator, "read_images", None) is not None
     if reads_images and dataset.format["type"] == "custom":
@@ -136,6 +163,8 @@ def check_rows(dataset: Dataset, collator: Any, args: Any, name: str) -> None:
             values = [read_number(x, column, where) for x, where in zip(dataset[column], names, strict=True)]
             all_have(column, [value is not None for value in values], names)
     if reads_images:
+        for index, row in enumerate(_undecoded(dataset, [x for x in dataset.column_names if x not in IMAGES])):
+            preference_columns(row, index)
         return
     found = dataset.map(
         lambda row, index: {"cut": collator.check(row, f"example {index} of the {name} dataset, as prepared,")},

@@ -13,7 +13,7 @@ from flashmask_hf.collators.labels import WEIGHT
 from flashmask_hf.collators.rope_index import rope_index_of
 from flashmask_hf.collators.vision import DataCollatorForPackedVisionLanguageModeling
 from flashmask_hf.hf.models import unwrap_peft
-from flashmask_hf.trainers.data_checks import IMAGES, each_dataset, has_images, named_datasets, without_media
+from flashmask_hf.trainers.data_checks import each_dataset, has_images, named_datasets, without_media
 from flashmask_hf.trainers.image_rows import EXAMPLES, RowCollator, pack_examples
 from flashmask_hf.trainers.option_checks import checked_collator
 from flashmask_hf.trainers.sft_data import check_columns, packing_report
@@ -24,15 +24,8 @@ _UNREAD = ("tools", "chat_template_kwargs", "conversations")
 
 
 def packs_images(dataset: Any, config: Any) -> bool:
-    """Return whether a vision-language model, by its config, is trained on images.
-
-    A stream counts if its first row has a column of images, even an empty one.
-    """
-    if dataset is None or not hasattr(config, "vision_config"):
-        return False
-    if isinstance(dataset, Dataset):
-        return has_images(dataset)
-    return any(column in first_row(dataset, "the train dataset") for column in IMAGES)
+    """Return whether a vision-language model, by its config, is trained on images."""
+    return dataset is not None and hasattr(config, "vision_config") and has_images(dataset)
 
 
 def check_image_options(datasets: Any, *, parts: int, split: bool, formatting_func: Any) -> None:

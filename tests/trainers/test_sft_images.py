@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 from accelerate import ParallelismConfig
-from datasets import Dataset, concatenate_datasets
+from datasets import Dataset, Image, List, concatenate_datasets
 from peft import LoraConfig
 from tools.aligned_images import Gradients
 from tools.processes import result, run_cases
 from tools.support import rounding
 from tools.tiny import CHECKPOINTING, EXACT, FLOAT32, TRAINER_WARNINGS, assert_same_gradients, trainer_settings
-from tools.vision import KINDS, conversations, tiny_model, tiny_processor
+from tools.vision import KINDS, conversations, picture, tiny_model, tiny_processor
 from tools.vision_cases import CASES
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
@@ -202,6 +202,21 @@ def test_your_collator_gets_what_it_lacks_of_model_and_arguments(tmp_path):
     assert trainer_of(tmp_path, data_collator=given).data_collator.collator.collator is alone
 
 
+def test_images_inside_of_messages_are_read(tmp_path):
+    """Of a later row, beside a column of images that is empty throughout; TRL takes the column for images."""
+    picture(2, 4).save(tmp_path / "a.png")
+
+    def loss_of(part: dict[str, str], images: list[str]) -> float:
+        contents = [[{"type": "text", "text": "w6"}], [part, {"type": "text", "text": "w7"}]]
+        answer = {"role": "assistant", "content": [{"type": "text", "text": "w8"}]}
+        turns = [[{"role": "user", "content": content}, answer] for content in contents]
+        data = Dataset.from_dict({"messages": turns, "images": [[], images]})
+        return trained(tmp_path, data=data.cast_column("images", List(Image())))[1][0]["loss"]
+
+    path = str(tmp_path / "a.png")
+    assert loss_of({"type": "image", "image": path}, []) == loss_of({"type": "image"}, [path])
+
+
 WRONG: dict[str, Any] = {
     "split": ({"split": True}, "split=True with a dataset of images: images are never cut; leave it out"),
     "shards": (
@@ -218,7 +233,11 @@ WRONG: dict[str, Any] = {
     ),
     "video in messages": (
         {"data": concatenate_datasets([DATA, FILM])},
-        r"example 8 of the train dataset has video \(<video>\), which TRL's collator does not read; remove it",
+        "example 8 of the train dataset has images, video or audio in its column 'messages', but this trainer packs",
+    ),
+    "video in a text": (
+        {"data": Dataset.from_dict({"images": [[DATA[0]["images"][0]], []], "text": ["<image> w5", "w6 <video> w7"]})},
+        r"example 1 of the train dataset has video \(<video>\), which TRL's collator does not read; remove it",
     ),
     "tools": (
         {"data": DATA.add_column("tools", [["a"]] * 8)},
