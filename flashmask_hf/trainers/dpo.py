@@ -69,9 +69,11 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, PairWeightsMixin, 
     optimizer step on all ranks; metrics have no weights. Differences from TRL:
 
     - A model loaded by name gets the attention "flashmask".
-    - `truncation_mode="keep_end"` cuts a question equally for both answers. The log counts the examples cut.
+    - `truncation_mode="keep_end"` cuts a question equally for both answers. The log counts the examples cut, but not
+      those with images.
     - `pad_to_multiple_of` applies to the packed row.
-    - Invalid examples raise before the first step, except in streams.
+    - Invalid examples raise before the first step, except in streams, and questions with images that fill
+      `max_length`.
     - accelerate's context parallelism (`cp_size`, with FSDP2) splits packed rows over ranks (`flashmask_hf.parallel`).
 
     Args:
@@ -121,9 +123,11 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, PairWeightsMixin, 
             raise TypeError(f"ref_model must be a model, got the name {ref_model!r}; leave it out, or load it")
         reads_images = not isinstance(processing_class, PreTrainedTokenizerBase)
         images = reads_images and train_dataset is not None and data_checks.has_images(train_dataset)
-        way = "pass a processor as processing_class, or remove the column"
+        way = "pass a processor as processing_class and a training dataset with images, or remove the column"
         as_text = functools.partial(data_checks.without_media, images=images, way=way)
         datasets = data_checks.each_dataset(as_text, train_dataset, eval_dataset)
+        if images:  # TRL prepares text alone
+            data_checks.each_dataset(functools.partial(_check_first, args), *datasets)
         if args.label_smoothing and not set(args.loss_type) & set(_SMOOTHED_LOSSES):
             raise ValueError(
                 f"label_smoothing={args.label_smoothing} changes nothing with loss_type={args.loss_type}; leave it at "
@@ -172,9 +176,7 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, PairWeightsMixin, 
     ) -> Dataset | IterableDataset:
         dataset = data_checks.without_media(unformatted(dataset), dataset_name)
         first = first_row(dataset, f"the {dataset_name} dataset")
-        warn_of_weights(first, f"the {dataset_name} dataset", read=WEIGHT)
-        if first.get(WEIGHT) is not None:
-            check_pair_weights(args)
+        _check_weights(args, first, f"the {dataset_name} dataset")
         if {"prompt_ids", "chosen_ids", "rejected_ids"} <= set(first):
             return self._checked(dataset, dataset_name)
         refuse_transform(dataset, f"the {dataset_name} dataset")
@@ -226,3 +228,17 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, PairWeightsMixin, 
             inputs = inputs | {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
         with mock.patch.object(self, "precompute_ref_logps", True):
             return super()._compute_loss(self._on_shards(model), inputs, return_outputs)
+
+
+def _check_weights(args: DPOConfig, first: dict[str, Any], name: str) -> None:
+    """Warn of weights in the first row of a dataset that are not read; a ValueError for some that are."""
+    warn_of_weights(first, name, read=WEIGHT)
+    if first.get(WEIGHT) is not None:
+        check_pair_weights(args)
+
+
+def _check_first(args: DPOConfig, dataset: Any, name: str) -> None:
+    """Check weights and format of the first row of a dataset with images."""
+    first = first_row(dataset, f"the {name} dataset")
+    _check_weights(args, first, f"the {name} dataset")
+    preference_columns(first, 0)

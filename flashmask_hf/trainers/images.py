@@ -12,6 +12,7 @@ from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
 from flashmask_hf.collators.images import TOKEN_TYPES, images_of
+from flashmask_hf.trainers.formats import preference_columns
 from flashmask_hf.trainers.towers import run_tower_in_every_call
 
 _COUNTS = ("num_images", "num_tiles")
@@ -123,11 +124,15 @@ class VisionPreferences:
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
         """Return tokens, token types and sizes of images of raw examples, and keys of all their pixels.
 
-        Examples have `prompt`, `chosen`, `rejected` and, optionally, `images` or `image`. Each gets `prompt_ids`,
+        Examples are as `preference_columns` takes them, with, optionally, `images` or `image`. Each gets `prompt_ids`,
         `chosen_ids`, `rejected_ids` and its prompt's `TOKEN_TYPES`, int64 [n], and `sizes`, tensors [images, ...].
         """
-        others = [{name: value for name, value in example.items() if name != "image"} for example in examples]
-        raw = [other | {"images": images_of(example)} for other, example in zip(others, examples, strict=True)]
+        raw = [
+            {name: x for name, x in example.items() if name != "image"}
+            | preference_columns(example, index)
+            | {"images": images_of(example)}
+            for index, example in enumerate(examples)
+        ]
         counts = [len(example["images"]) for example in raw]
         batch = self._collate(raw)
         ids, real, answered = (batch.pop(name) for name in ("input_ids", "attention_mask", "completion_mask"))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from tools.aligned_images import CASES, make, rows
 from tools.processes import result, run_cases
 from tools.support import rounding
@@ -144,6 +145,59 @@ def test_what_cannot_be_shared_raises_at_construction(kind, options, message, tm
     options = {"beta": 0.0} | options if "algorithm" not in options else options | {"reference": True}
     with pytest.raises(ValueError, match=message):
         make(kind, rows(*SEVERAL, answers=options.get("algorithm") == "dpo"), tmp_path, True, **options)
+
+
+def in_form(data: Dataset, form: str) -> Dataset:
+    """Return preferences, of strings as contents of messages, in another format."""
+    prompts, answers = list(data["prompt"]), {name: list(data[name]) for name in ("chosen", "rejected")}
+    if form == "answers of text":
+        answers = {name: [answer[0]["content"] for answer in own] for name, own in answers.items()}
+    else:
+        answers = {name: [[*x, *y] for x, y in zip(prompts, own, strict=True)] for name, own in answers.items()}
+    columns: dict[str, Any] = {"prompt": prompts, "images": data["images"], **answers}
+    if form == "prompt of text":
+        columns["prompt"] = [prompt[0]["content"] for prompt in prompts]
+    if form == "no prompt":
+        del columns["prompt"]
+    return Dataset.from_dict(columns)
+
+
+@pytest.mark.parametrize("form", ["prompt repeated", "prompt of text", "no prompt", "answers of text"])
+def test_preferences_with_images_may_have_any_format(form, tmp_path):
+    losses = []
+    data = rows(*MIXED, answers=True)
+    for own in (data, in_form(data, form)):
+        trainer = make("llava", own, tmp_path, True, algorithm="dpo")
+        trainer.train()
+        losses.append(trainer.state.log_history[0]["loss"])
+    assert losses[0] == losses[1]
+
+
+def test_a_stream_of_preferences_may_begin_without_an_image(tmp_path):
+    data = rows([], [(2, 2)], [(2, 4)], answers=True)
+    losses = []
+    for own in (data, data.to_iterable_dataset()):
+        trainer = make("llava", own, tmp_path, True, algorithm="dpo")
+        trainer.train()
+        losses.append(trainer.state.log_history[0]["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=FLOAT32)  # in another order
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["map", "streamed"])
+def test_wrong_preferences_with_images_raise_at_construction(streamed, tmp_path):
+    data = rows(*SEVERAL, answers=True)
+    late = [None, None, None, "w7 w8"]
+    wrong = [
+        (data.add_column("system", late[::-1]), "example 0 has a column 'system' beside its prompt, which is not read"),
+        (data.rename_column("chosen", "won"), "example 0 has no chosen, or an empty one; remove it, or rename"),
+        (data.add_column("weight", [1.0] * 4), "loss_type='aot' is no mean over pairs, which weights need"),
+    ]
+    if not streamed:
+        wrong.append((data.add_column("system", late), "example 3 has a column 'system' beside its prompt"))
+    for own, problem in wrong:
+        loss = {"loss_type": ["aot"]} if "aot" in problem else {}
+        with pytest.raises(ValueError, match=problem):
+            make("llava", own.to_iterable_dataset() if streamed else own, tmp_path, True, algorithm="dpo", **loss)
 
 
 def test_wrong_weights_raise_at_construction(tmp_path):
