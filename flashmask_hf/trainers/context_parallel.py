@@ -114,8 +114,8 @@ class ContextParallelMixin:
         refuse_rope_by_length(config)
         refuse(
             getattr(self, "aux_loss_enabled", False),
-            "the auxiliary loss of a mixture of experts would be computed per shard; set router_aux_loss_coef=0 and "
-            "output_router_logits=False in the model's config",
+            "the auxiliary loss of a mixture of experts would be computed per shard; set router_aux_loss_coef=0 in the "
+            "trainer's arguments, before TRL 1.16 in the model's config with output_router_logits=False",
         )
         self.accelerator._prepare_cp = lambda *prepared: prepared  # its hooks drop masks, and refuse windows
 
@@ -161,6 +161,16 @@ class ContextParallelMixin:
         super()._track_num_input_tokens(inputs)
         counted = self._copies * self._rows_per_token
         self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // counted
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Return this rank's share of the operations of a batch, which other ranks have, too."""
+        return super().floating_point_ops(inputs) // self._copies
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        if self._cp_size > 1 and self._shards_inputs:  # the loss of the steps after the last log
+            dist.all_reduce(self._tr_loss, group=self._cp_group)
+            self._tr_loss /= self._cp_size
+        return super()._finalize_training(*args, **kwargs)
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         """Return the loss of whole rows on every rank. See `Trainer`."""

@@ -79,7 +79,6 @@ class PackedDiffusionTrainer(PackedSFTTrainer):
             _check_model(model, data_collator)
         super().__init__(model, args, data_collator, *given, **kwargs)
         _check_model(self.accelerator.unwrap_model(self.model), data_collator)
-        self.model_accepts_loss_kwargs = True  # else Trainer counts no labels
         if isinstance(data_collator, DataCollatorForBlockDiffusion):
             self._rows_per_token = data_collator.copies + 1
 

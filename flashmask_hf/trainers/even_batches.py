@@ -97,7 +97,14 @@ class EvenBatchesMixin:
         vars(self).setdefault("_evaluated", []).append(torch.stack([loss.detach().float(), *counts]))
 
     def evaluation_loop(self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        """Run Trainer's evaluation loop on as many batches on every rank, with exact means."""
+        """Run Trainer's evaluation loop on as many batches on every rank, with exact means.
+
+        Raises:
+            ValueError: FSDP2 has not prepared the model, which it does in training alone.
+        """
+        if self.accelerator.is_fsdp2 and not self.accelerator._models:
+            way = "set eval_on_start=True and train, or evaluate in one process"
+            raise ValueError(f"FSDP2 shards a model beside its optimizer, so evaluation must follow training; {way}")
         metrics = self._metrics["eval"]
         metrics.clear()  # an earlier predict leaves its metrics, which are never logged
         self._evaluated: list[torch.Tensor] = []

@@ -173,6 +173,8 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
         add_callbacks(self, model)
         self._skips_tiles = trained.config.get_text_config()._attn_implementation == FLASHMASK
         if not trl_packs:
+            # Trainer counts no labels for some classes (Qwen-VL, Gemma 4): TRL would average over batches and shards.
+            self.model_accepts_loss_kwargs = True
             drop_padding_from_router_logits(trained)
             if self._skips_tiles:
                 check_layers(trained)
@@ -302,6 +304,9 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
             self._total_train_tokens = self._logged_tokens  # TRL counts padding, too
             self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
             self._sums, self._last_log = 0, time.perf_counter()
+        counted = self._metrics["train" if self.model.training else "eval"]
+        if counted.get("num_tokens") and any(name.endswith("_runtime") for name in logs):  # which every rank writes
+            counted["num_tokens"] = [self._count_tokens()]
         super().log(logs, start_time)
 
     def _reduced_sums(self) -> list[int]:

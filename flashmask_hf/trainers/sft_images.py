@@ -70,9 +70,6 @@ class ImagesMixin:
         collator = replace(collator, rope_index=collator.rope_index or rope_index_of(model))
         self._lengths_of = collator.collator if isinstance(collator.collator, type(stock)) else stock
         self.data_collator, self._max_image_tokens = collator, max_image_tokens
-        # TRL's loss divides by a step's learned tokens. Some models' own losses do not (Qwen-VL, Gemma 4), and Trainer
-        # would not count the tokens.
-        self.model_accepts_loss_kwargs = True
         if self.accelerator.num_processes > 1:
             run_tower_in_every_call(model, self.processing_class)
         if (self.args.dataset_kwargs or {}).get("skip_prepare_dataset"):

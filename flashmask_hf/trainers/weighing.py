@@ -78,7 +78,6 @@ class WeighingMixin:
         """Read weights from here on; every rank must, before a batch of any has weights."""
         check_weighing(self.args, self.compute_loss_func)
         self._weighs = True
-        self.model_accepts_loss_kwargs = True  # else Trainer counts no labels, and TRL averages batches
 
     def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> Any:
         if not self._weighs and any(LABEL_WEIGHTS in batch for batch in batch_samples):

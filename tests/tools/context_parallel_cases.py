@@ -88,6 +88,7 @@ def trainer_of(
         "pad_to_multiple_of": 128,
         "dataloader_pin_memory": False,
         "include_num_input_tokens_seen": "non_padding",
+        "completion_only_loss": True,
         "use_cpu": size == 1,
     }
     if size > 1 and "parallelism_config" not in changes:
@@ -106,6 +107,7 @@ def trainer_of(
 
 LOGGED = ("loss", "grad_norm", "eval_loss", "eval_entropy")
 LOGGED += ("tokens_per_second", "keys_per_token", "num_input_tokens_seen")
+LOGGED += ("train_loss", "num_tokens", "total_flos")
 
 
 CHECKPOINTED = {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": False}}
@@ -138,7 +140,9 @@ def full(group: Any) -> dict[str, Any]:
     """Full fine-tuning with accumulation, clipping, checkpointing and evaluation."""
     with counted_time():
         options = CHECKPOINTED | {"eval_strategy": "steps", "eval_steps": 2}
-        return outcome(trainer_of(group, "full", model_of("llama", 8, 4), **options), group, "full")
+        model = model_of("llama", 8, 4)
+        model.accepts_loss_kwargs = False  # as of Qwen-VL and Gemma 4
+        return outcome(trainer_of(group, "full", model, **options), group, "full")
 
 
 def tensor_parallel(group: Any) -> dict[str, Any]:
@@ -157,10 +161,17 @@ def tensor_parallel(group: Any) -> dict[str, Any]:
 
 
 def adapter(group: Any) -> dict[str, Any]:
-    """An adapter and the head of a model with windows, which accelerate's own context parallelism refuses."""
+    """An adapter and the head of a model with windows, which accelerate's own context parallelism refuses.
+
+    Only the first of three steps is logged.
+    """
     config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, modules_to_save=["lm_head"])
     torch.manual_seed(0)
-    trainer = trainer_of(group, "adapter", model_of("mistral", 8, 1), config, max_steps=2)
+    logging = {"logging_steps": 10, "logging_first_step": True}
+    trainer = trainer_of(group, "adapter", model_of("mistral", 8, 1), config, max_steps=3, **logging)
+    if group.size() > 1:
+        with pytest.raises(ValueError, match="evaluation must follow training; set eval_on_start=True"):
+            trainer.evaluate()
     return outcome(trainer, group, "adapter")
 
 
