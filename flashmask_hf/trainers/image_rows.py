@@ -23,6 +23,9 @@ from flashmask_hf.collators.packing import as_count
 EXAMPLES = "examples"
 """Column of a packed row with its raw examples, for `DataCollatorForPackedVisionLanguageModeling`."""
 
+_UNREAD = ("tools", "chat_template_kwargs", "conversations")
+"""Columns that TRL reads only in datasets without images."""
+
 _WINDOW, _STREAMED_WINDOW = 4_000, 1_000
 """Number of examples of a Dataset, and of a stream, that are packed together."""
 
@@ -59,6 +62,7 @@ class ExampleLengths:
 
     def __call__(self, example: Mapping[str, Any], name: str = "an example") -> tuple[int, int]:
         """Return the numbers of tokens and of image tokens of an example, which errors call `name`."""
+        refuse_unread_columns(example, name)
         texts, images = self._read(example)
         for kind, (mark, _) in self._media.items():
             if any(mark in text for text in texts):
@@ -120,6 +124,14 @@ class ExampleLengths:
         return batch["input_ids"].shape[1] // images
 
 
+def refuse_unread_columns(example: Mapping[str, Any], name: str) -> None:
+    """Raise a ValueError if an example, which errors call `name`, has a column that TRL ignores beside images."""
+    for column in _UNREAD:
+        if example.get(column):
+            problem = f"{name} has a column {column}, which TRL does not read with images"
+            raise ValueError(f"{problem}; write it into a column messages, and remove it")
+
+
 def _size_of(image: Any) -> tuple[int, int]:
     """Return the height and width that an image, as `datasets`, PIL or transformers has it, will have once decoded."""
     from PIL import ExifTags, Image
@@ -164,7 +176,7 @@ def pack_examples(
     Raises:
         TypeError: `max_image_tokens` is not an integer.
         ValueError: it is less than 1, the dataset has a transform, the processor has no `image_token`, or an example is
-            empty or longer than a row, or has video or audio.
+            empty or longer than a row, or has video, audio or a column that TRL ignores beside images.
     """
     refuse_transform(dataset, f"the {name} dataset")
     limit = as_count("max_image_tokens", max_image_tokens) or max_length
@@ -195,7 +207,7 @@ def pack_examples(
             fn_kwargs={
                 "features": features,
                 "name": limits["name"],
-                "version": f"1, transformers {transformers.__version__}",
+                "version": f"2, transformers {transformers.__version__}",
             },
             remove_columns=dataset.column_names,
             num_proc=num_proc,

@@ -14,13 +14,10 @@ from flashmask_hf.collators.rope_index import rope_index_of
 from flashmask_hf.collators.vision import DataCollatorForPackedVisionLanguageModeling
 from flashmask_hf.hf.models import unwrap_peft
 from flashmask_hf.trainers.data_checks import each_dataset, has_images, named_datasets, without_media
-from flashmask_hf.trainers.image_rows import EXAMPLES, RowCollator, pack_examples
+from flashmask_hf.trainers.image_rows import EXAMPLES, RowCollator, pack_examples, refuse_unread_columns
 from flashmask_hf.trainers.option_checks import checked_collator
 from flashmask_hf.trainers.sft_data import check_columns, packing_report
 from flashmask_hf.trainers.towers import run_tower_in_every_call
-
-_UNREAD = ("tools", "chat_template_kwargs", "conversations")
-"""Columns that TRL reads in datasets without images alone."""
 
 
 def packs_images(dataset: Any, config: Any) -> bool:
@@ -89,10 +86,7 @@ class ImagesMixin:
             return dataset  # packed already
         check_columns(dataset, first, args.dataset_text_field, False, name)
         warn_of_weights(first, f"the {name} dataset")
-        for column in _UNREAD:
-            if first.get(column):
-                problem = f"the {name} dataset has a column {column}, which TRL does not read with images"
-                raise ValueError(f"{problem}; write it into a column messages, and remove it")
+        refuse_unread_columns(first, f"example 0 of the {name} dataset")  # pack_examples checks all
         packed = pack_examples(
             without_media(dataset, name, images=True),
             self._lengths_of,

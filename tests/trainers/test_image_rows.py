@@ -124,6 +124,13 @@ def test_a_row_has_at_most_so_many_image_tokens():
         next(iter(pack_examples(data.to_iterable_dataset(), collator_of(), 4)))
 
 
+def test_a_late_row_with_a_column_that_trl_ignores_raises():
+    data: Any = conversations(1, 0, 1).add_column("chat_template_kwargs", [None, None, {"extra": True}])
+    for rows in (data, data.to_iterable_dataset()):
+        with pytest.raises(ValueError, match="example 2 of the train dataset has a column chat_template_kwargs, which"):
+            list(pack_examples(rows, collator_of(), 60))
+
+
 def test_text_that_names_a_video_is_text_where_it_is_no_token(monkeypatch):
     data = Dataset.from_dict({"text": ["w6", "w6 <video> w7"], "images": [[], []]})
     collator = collator_of()

@@ -240,8 +240,13 @@ WRONG: dict[str, Any] = {
         r"example 1 of the train dataset has video \(<video>\), which TRL's collator does not read; remove it",
     ),
     "tools": (
-        {"data": DATA.add_column("tools", [["a"]] * 8)},
-        "has a column tools, which TRL does not read with images; write it into a column messages, and remove it",
+        {"data": DATA.add_column("tools", [None, [], *[["a"]] * 6])},
+        "example 2 of the train dataset has a column tools, which TRL does not read with images; write it into a "
+        "column messages, and remove it",
+    ),
+    "tools of a stream": (
+        {"data": DATA.add_column("tools", ["a"] * 8).to_iterable_dataset()},
+        "example 0 of the train dataset has a column tools",
     ),
     "system": ({"data": DATA.add_column("system", ["w99"] * 8)}, "has a column 'system' beside its prompt"),
     "transform": ({"data": DATA.with_transform(lambda batch: batch)}, "the train dataset has a transform"),
