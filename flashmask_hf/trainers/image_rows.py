@@ -54,8 +54,12 @@ class ExampleLengths:
         self._media = media_tokens(self._processor)
         self._counts: dict[tuple[int, int, bool], int] = {}
         # LLaVA-OneVision cuts an image into tiles only where it is alone, so it returns numbers of images.
-        reads = getattr(getattr(self._processor, "image_processor", None), "model_input_names", ())
-        self._needs_images = "batch_num_images" in reads
+        image_processor = getattr(self._processor, "image_processor", None)
+        self._needs_images = "batch_num_images" in getattr(image_processor, "model_input_names", ())
+        # Qwen-VL reads these attributes when it processes an image, and not when it says how many tokens it has.
+        known = getattr(getattr(image_processor, "valid_kwargs", None), "__annotations__", ())
+        limits = {name: getattr(image_processor, name, None) for name in ("min_pixels", "max_pixels") if name in known}
+        self._pixels = {name: limit for name, limit in limits.items() if limit is not None}
         probes = _PROBES if hasattr(self._processor, "_get_num_multimodal_tokens") else ()
         around = {self._processed(size) - self._estimated(size) for size in probes}
         self._around = around.pop() if len(around) == 1 else None
@@ -113,7 +117,7 @@ class ExampleLengths:
         return self._counts[key]
 
     def _estimated(self, size: tuple[int, int]) -> int:
-        return self._processor._get_num_multimodal_tokens(image_sizes=[size])["num_image_tokens"][0]
+        return self._processor._get_num_multimodal_tokens(image_sizes=[size], **self._pixels)["num_image_tokens"][0]
 
     def _processed(self, size: tuple[int, int], images: int = 1) -> int:
         from PIL import Image

@@ -1,6 +1,7 @@
 """Rows of examples with images: their lengths equal the collator's, and no image is decoded for them."""
 
 import base64
+import copy
 import itertools
 from types import SimpleNamespace
 from typing import Any
@@ -45,6 +46,16 @@ def test_lengths_equal_the_collators(kind):
         assert bool(images) == bool(example["images"])
     # SmolVLM's processor has no method of lengths, and the tokenizer of the tests no line breaks, as Idefics3 needs.
     assert bool(processed.call_count) == (kind in ("smolvlm", "idefics3"))
+
+
+@pytest.mark.filterwarnings("ignore:Passing `min_pixels` and `max_pixels`:FutureWarning")
+def test_a_limit_of_pixels_that_is_set_after_loading_counts():
+    collator: Any = collator_of("qwen2_5_vl")
+    collator.processor = copy.deepcopy(collator.processor)
+    collator.processor.image_processor.size = {"shortest_edge": 64, "longest_edge": 2**20}
+    collator.processor.image_processor.max_pixels = 2**14
+    example = {"text": "w6 <image>", "images": [picture(32, 32)]}
+    assert ExampleLengths(collator)(example) == (collator([dict(example)])["input_ids"].shape[1], 256)
 
 
 def test_tiles_of_an_image_alone_are_not_counted_for_several():
