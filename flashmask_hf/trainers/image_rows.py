@@ -11,6 +11,7 @@ from typing import Any
 
 import transformers
 from datasets import Dataset, IterableDataset
+from datasets import Image as ImageFeature
 from torch import Tensor
 from trl.data_utils import apply_chat_template, is_conversational, prepare_multimodal_messages
 from trl.trainer.utils import global_then_local_main_first
@@ -144,11 +145,10 @@ def _size_of(image: Any) -> tuple[int, int]:
     file = image
     if isinstance(image, Mapping):
         file = image["path"] if image["bytes"] is None else BytesIO(image["bytes"])
-    elif isinstance(image, Image.Image):
+    if isinstance(file, str) and not os.path.isfile(file):  # in an archive or base64, or remote
+        image = ImageFeature().decode_example(image) if isinstance(image, Mapping) else load_image(file)
+    if isinstance(image, Image.Image):
         return image.height, image.width  # processors ignore its orientation
-    if isinstance(file, str) and not os.path.isfile(file):
-        file = load_image(file)  # from the network or base64
-        return file.height, file.width
     with Image.open(file) as opened:  # reads the header only
         size = opened.height, opened.width
         exif = Image.Image.getexif(opened)  # a PNG file's own method decodes it

@@ -3,6 +3,7 @@
 import base64
 import copy
 import itertools
+import zipfile
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -92,6 +93,13 @@ def test_the_size_of_a_file_is_the_decoded_images(tmp_path, orientation):
     code = "data:image/jpeg;base64," + base64.b64encode(path.read_bytes()).decode()
     for image in (str(path), {"path": str(path), "bytes": None}, {"path": None, "bytes": path.read_bytes()}, code):
         assert _size_of(image) == _size_of(decoded) == ((30, 20) if orientation == 6 else (20, 30))
+
+
+def test_an_image_in_an_archive_has_the_size_of_its_file(tmp_path):
+    Image.new("RGB", (30, 20)).save(tmp_path / "x.png")
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
+        archive.write(tmp_path / "x.png", "x.png")
+    assert _size_of({"path": f"zip://x.png::{tmp_path / 'x.zip'}", "bytes": None}) == (20, 30)
 
 
 def test_rows_are_packed_without_decoding_and_hold_raw_examples(monkeypatch):
