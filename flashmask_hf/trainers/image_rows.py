@@ -68,13 +68,20 @@ class ExampleLengths:
     def __call__(self, example: Mapping[str, Any], name: str = "an example") -> tuple[int, int]:
         """Return the numbers of tokens and of image tokens of an example, which errors call `name`."""
         refuse_unread_columns(example, name)
-        texts, images = self._read(example)
+        way = "correct it, or remove it: dataset.filter(...)"
+        try:
+            texts, images = self._read(example)
+            is_alone = len(images) == 1 or not self._needs_images
+            counts = [self._count(*_size_of(image), is_alone) for image in images]
+        except Exception as error:
+            raise ValueError(f"{name} cannot be read ({type(error).__name__}: {error}); {way}") from error
         for kind, (mark, _) in self._media.items():
             if any(mark in text for text in texts):
                 raise ValueError(f"{name} has {kind} ({mark}), which TRL's collator does not read; remove it")
-        is_alone = len(images) == 1 or not self._needs_images
-        counts = [self._count(*_size_of(image), is_alone) for image in images]
-        replaced = self._text_tokens([self._mark] * sum(text.count(self._mark) for text in texts))
+        marks = sum(text.count(self._mark) for text in texts)
+        if marks not in (0, len(images)):  # PaliGemma needs none
+            raise ValueError(f"{name} has {marks} placeholders ({self._mark}) for {len(images)} images; {way}")
+        replaced = self._text_tokens([self._mark] * marks)
         return self._text_tokens(texts) - replaced + sum(counts), sum(counts)
 
     def of_table(
@@ -180,7 +187,7 @@ def pack_examples(
     Raises:
         TypeError: `max_image_tokens` is not an integer.
         ValueError: it is less than 1, the dataset has a transform, the processor has no `image_token`, or an example is
-            empty or longer than a row, or has video, audio or a column that TRL ignores beside images.
+            unreadable, empty or longer than a row, or has video, audio or a column that TRL ignores beside images.
     """
     refuse_transform(dataset, f"the {name} dataset")
     limit = as_count("max_image_tokens", max_image_tokens) or max_length

@@ -150,6 +150,21 @@ def test_a_late_row_with_a_column_that_trl_ignores_raises():
             list(pack_examples(rows, collator_of(), 60))
 
 
+UNREADABLE: dict[str, Any] = {
+    "broken": ({"image": {"bytes": b"x", "path": None}, "text": "<image>"}, "UnidentifiedImageError: .*"),
+    "missing": ({"image": {"bytes": None, "path": "/no.png"}, "text": "<image>"}, "FileNotFoundError: .*/no.png.*"),
+    "placeholders": ({"image": picture(2, 2), "text": "<image> <image>"}, r"2 placeholders \(<image>\) for 1 images"),
+    "role": ({"images": [], "messages": [{"role": "model", "content": "w6"}]}, "ValueError: Invalid role.*"),
+}
+
+
+@pytest.mark.parametrize("case", UNREADABLE)
+def test_an_example_that_cannot_be_read_is_named(case):
+    example, problem = UNREADABLE[case]
+    with pytest.raises(ValueError, match=f"^an example .*{problem}; correct it, or remove it: dataset.filter"):
+        ExampleLengths(collator_of())(example)
+
+
 def test_text_that_names_a_video_is_text_where_it_is_no_token(monkeypatch):
     data = Dataset.from_dict({"text": ["w6", "w6 <video> w7"], "images": [[], []]})
     collator = collator_of()
