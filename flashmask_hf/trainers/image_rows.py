@@ -158,6 +158,8 @@ def _size_of(image: Any) -> tuple[int, int]:
         return image.height, image.width  # processors ignore its orientation
     with Image.open(file) as opened:  # reads the header only
         size = opened.height, opened.width
+        if opened.format == "TIFF":
+            return size  # Pillow turns it
         exif = Image.Image.getexif(opened)  # a PNG file's own method decodes it
         return size[::-1] if exif.get(ExifTags.Base.Orientation, 1) > 4 else size
 

@@ -83,14 +83,15 @@ def test_images_in_messages_count():
 
 
 @pytest.mark.parametrize("orientation", [None, 3, 6])
-def test_the_size_of_a_file_is_the_decoded_images(tmp_path, orientation):
+@pytest.mark.parametrize("kind", ["jpeg", "tiff"])
+def test_the_size_of_a_file_is_the_decoded_images(tmp_path, orientation, kind):
     """Exif turns the image by 180 or 90 degrees."""
-    path, exif = tmp_path / "x.jpg", Image.Exif()
+    path, exif = tmp_path / f"x.{kind}", Image.Exif()
     if orientation:
         exif[ExifTags.Base.Orientation] = orientation
     Image.new("RGB", (30, 20)).save(path, exif=exif)
     decoded = ImageFeature().decode_example({"path": str(path), "bytes": None})
-    code = "data:image/jpeg;base64," + base64.b64encode(path.read_bytes()).decode()
+    code = f"data:image/{kind};base64," + base64.b64encode(path.read_bytes()).decode()
     for image in (str(path), {"path": str(path), "bytes": None}, {"path": None, "bytes": path.read_bytes()}, code):
         assert _size_of(image) == _size_of(decoded) == ((30, 20) if orientation == 6 else (20, 30))
 
