@@ -145,9 +145,9 @@ def refuse_unread_columns(example: Mapping[str, Any], name: str) -> None:
 
 
 def _size_of(image: Any) -> tuple[int, int]:
-    """Return the height and width that an image, as `datasets`, PIL or transformers has it, will have once decoded."""
+    """Return the height and width that an image, of any form that TRL takes, will have once decoded."""
     from PIL import ExifTags, Image
-    from transformers.image_utils import load_image
+    from transformers.image_utils import get_image_size, load_image
 
     file = image
     if isinstance(image, Mapping):
@@ -156,6 +156,8 @@ def _size_of(image: Any) -> tuple[int, int]:
         image = ImageFeature().decode_example(image) if isinstance(image, Mapping) else load_image(file)
     if isinstance(image, Image.Image):
         return image.height, image.width  # processors ignore its orientation
+    if hasattr(image, "shape"):  # of a stream
+        return get_image_size(image)
     with Image.open(file) as opened:  # reads the header only
         size = opened.height, opened.width
         if opened.format == "TIFF":

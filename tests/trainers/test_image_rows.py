@@ -76,6 +76,14 @@ def test_examples_have_each_of_trls_forms(form, column):
     assert ExampleLengths(collator_of())(example) == (expected, 6)
 
 
+@pytest.mark.parametrize("shape", [(24, 16, 3), (3, 24, 16)], ids=str)
+def test_arrays_count(shape):
+    collator: Any = collator_of()
+    for image in (np.zeros(shape, np.uint8), torch.zeros(shape, dtype=torch.uint8)):
+        example = {"text": "<image> w6", "images": [image]}
+        assert ExampleLengths(collator)(example) == (collator([dict(example)])["input_ids"].shape[1], 6)
+
+
 def test_images_in_messages_count():
     question = {"role": "user", "content": [{"type": "image", "image": picture(2, 2)}, {"type": "text", "text": "w6"}]}
     example = {"messages": [question, TURNS[1]], "images": []}
