@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
 
+import pyarrow as pa
 import transformers
 from datasets import Dataset, IterableDataset
 from datasets import Image as ImageFeature
+from datasets.fingerprint import Hasher
 from torch import Tensor
 from trl.data_utils import apply_chat_template, is_conversational, prepare_multimodal_messages
 from trl.trainer.utils import global_then_local_main_first
@@ -20,6 +22,7 @@ from flashmask_hf.collators.bins import best_fit_decreasing
 from flashmask_hf.collators.dataset import EXAMPLE, refuse_transform, whole
 from flashmask_hf.collators.images import images_of, media_tokens
 from flashmask_hf.collators.packing import as_count
+from flashmask_hf.trainers.data_checks import IMAGES
 
 EXAMPLES = "examples"
 """Column of a packed row with its raw examples, for `DataCollatorForPackedVisionLanguageModeling`."""
@@ -166,6 +169,21 @@ def _size_of(image: Any) -> tuple[int, int]:
         return size[::-1] if exif.get(ExifTags.Base.Orientation, 1) > 4 else size
 
 
+def _state_of_files(dataset: Dataset) -> str:
+    """Return a hash of the sizes and times of change of a dataset's files of images, for the cache of `Dataset.map`."""
+    paths: set[str] = set()
+    for column in set(IMAGES) & set(dataset.column_names):
+        for values in dataset.data.column(column).chunks:
+            while hasattr(values, "values"):
+                values = values.values  # of lists, without a copy of bytes
+            if values.type == ImageFeature.pa_type:
+                values = values.filter(values.field("bytes").is_null()).field("path")
+            if pa.types.is_string(values.type):
+                paths |= {path.split("::")[-1] for path in values.to_pylist() if path}
+    states = [os.stat(path) for path in sorted(paths) if os.path.isfile(path)]
+    return Hasher.hash([(state.st_size, state.st_mtime_ns) for state in states])
+
+
 def pack_examples(
     dataset: Any,
     collator: Any,
@@ -222,7 +240,7 @@ def pack_examples(
             fn_kwargs={
                 "features": features,
                 "name": limits["name"],
-                "version": f"2, transformers {transformers.__version__}",
+                "version": f"2, transformers {transformers.__version__}, files {_state_of_files(dataset)}",
             },
             remove_columns=dataset.column_names,
             num_proc=num_proc,

@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, Features, IterableDataset, List, Value, load_from_disk
 from datasets import Image as ImageFeature
 from PIL import ExifTags, Image, ImageFile
 from tools.vision import KINDS, conversations, picture, tiny_processor
@@ -121,6 +121,23 @@ def test_rows_are_packed_without_decoding_and_hold_raw_examples(monkeypatch):
     assert max(map(sum, rows["seq_lengths"])) <= 60
     examples = [example for row in rows for example in row["examples"]]
     assert sorted(len(example["images"]) for example in examples) == [0, 0, 1, 1, 2]
+
+
+@pytest.mark.parametrize("feature", [Value("string"), ImageFeature()], ids=str)
+@pytest.mark.parametrize("column", ["image", "images"])
+def test_cached_lengths_are_measured_again_if_a_file_changes(tmp_path, feature, column, monkeypatch):
+    path = str(tmp_path / "x.png")
+    features = Features({column: feature if column == "image" else List(feature), "text": Value("string")})
+    row = {column: path if column == "image" else [path], "text": "<image>"}
+    picture(2, 2).save(path)
+    Dataset.from_list([row]).save_to_disk(tmp_path / "data")
+    data = load_from_disk(tmp_path / "data").cast(features)
+    assert pack_examples(data, collator_of(), 60)["seq_lengths"] == [[4]]
+    with monkeypatch.context() as patches:
+        patches.setattr(image_rows, "_size_of", lambda _: pytest.fail("the cache is not read"))
+        assert pack_examples(data, collator_of(), 60)["seq_lengths"] == [[4]]
+    picture(3, 3).save(path)
+    assert pack_examples(data, collator_of(), 60)["seq_lengths"] == [[9]]
 
 
 @pytest.mark.parametrize("window", [3, 1_000])
