@@ -58,8 +58,8 @@ class LongRows(TrainerCallback):
         TypeError: an argument has the wrong type.
         ValueError: for negative or infinite `tile_tokens` or `host_gib`; activation checkpointing that is off or
             reentrant; `keep_attention` with another attention; or None without a GPU, under DeepSpeed, in a compiled
-            model, or if TRL packs. Before the first step, for a model without anything to tile, another trainer's
-            callback, or rows that do not fit.
+            model, for images, or if TRL packs. Before the first step, for a model without anything to tile, another
+            trainer's callback, or rows that do not fit.
 
     Example:
         ```python
@@ -237,6 +237,7 @@ def obstacle_to_measuring(trainer: Any) -> str | None:
     """Return why a trainer's steps cannot be measured before training, or None."""
     args = trainer.args
     obstacles = {
+        "rows with images cannot be invented": trainer._packs_images,
         "memory is measured on a GPU, and this trains on none": not torch.cuda.is_available() or args.use_cpu,
         "rows that TRL packs (packing, padding_free) cannot be measured": args.packing or args.padding_free,
         "DeepSpeed runs no step before training": trainer.accelerator.distributed_type == DistributedType.DEEPSPEED,

@@ -19,7 +19,7 @@ from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from flashmask_hf.collators import DataCollatorForPackedVisionLanguageModeling, RopeIndex
-from flashmask_hf.trainers import PackedSFTTrainer
+from flashmask_hf.trainers import LongRows, PackedSFTTrainer
 from flashmask_hf.trainers.image_rows import RowCollator
 from flashmask_hf.trainers.towers import run_tower_in_every_call
 
@@ -258,6 +258,14 @@ def test_wrong_set_ups_raise(tmp_path, wrong):
     options, message = WRONG[wrong]
     with pytest.raises(ValueError, match=message):
         trainer_of(tmp_path, **options)
+
+
+def test_long_rows_with_images_are_not_measured(tmp_path):
+    trainer = trainer_of(tmp_path, **{CHECKPOINTING: True})
+    with pytest.raises(ValueError, match="rows with images cannot be invented; set keep_attention and host_gib by"):
+        LongRows(trainer)
+    trainer.add_callback(LongRows(trainer, keep_attention=True, host_gib=1))
+    trainer.train()
 
 
 @pytest.mark.parametrize("kwargs", [None, {"skip_prepare_dataset": True}], ids=["packed", "a batch is a row"])
