@@ -89,9 +89,10 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
             dataset that is empty, or has video, audio, images for a text model, fewer rows than a batch with
             `dataloader_drop_last`, or text that TRL would not read; an example that does not fit a row; `cp_size` with
             images, TRL's packing, another attention, recurrent layers or smoothed labels; `share_prefixes` with images,
-            TRL's packing, `split` or another loss than TRL's plain one. In the first step, for layers that do not
-            receive the mask, and prefixes shared by recurrent layers, compiled windows or an auxiliary loss of experts.
-            In a worker, for a row with images that is longer than computed.
+            TRL's packing, `split` or another loss than TRL's plain one; `max_image_tokens` without rows of images that
+            it packs. In the first step, for layers that do not receive the mask, and prefixes shared by recurrent
+            layers, compiled windows or an auxiliary loss of experts. In a worker, for a row with images that is longer
+            than computed.
 
     Example:
         ```python
@@ -146,6 +147,9 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
         if changed and not packs_text:
             way = "leave it, images, TRL's packing or skip_prepare_dataset out"
             raise ValueError(f"{changed[0]} needs rows of text that this trainer packs; {way}")
+        if max_image_tokens is not None and not (self._packs_images and _prepares_rows(args)):
+            way = "leave it or skip_prepare_dataset out"
+            raise ValueError(f"max_image_tokens needs rows with images that this trainer packs; {way}")
         if self._reads_weights:
             check_weighing(args, compute_loss_func)
         if args.max_length is None and not trl_packs:

@@ -71,6 +71,9 @@ class ImagesMixin:
             run_tower_in_every_call(model, self.processing_class)
         if (self.args.dataset_kwargs or {}).get("skip_prepare_dataset"):
             return  # a row is a batch
+        if collator.max_length not in (None, self.args.max_length):
+            problem = f"max_length of data_collator must be None or args.max_length, {self.args.max_length}"
+            raise ValueError(f"{problem}, got {collator.max_length}; leave it out")
         self.data_collator = RowCollator(collator, self.args.max_length)
         self._packed_by = {"max_length": self.args.max_length, "max_image_tokens": max_image_tokens}
         self._skip_prepare_dataset = False  # TRL's evaluate then packs what it gets

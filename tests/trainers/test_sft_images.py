@@ -225,6 +225,18 @@ WRONG: dict[str, Any] = {
     ),
     "packing": ({"packing": True}, "Packing is not supported for vision datasets"),
     "formatting": ({"formatting_func": str}, "formatting_func with a dataset of images: TRL does not read it"),
+    "another length": (
+        {"data_collator": DataCollatorForPackedVisionLanguageModeling(tiny_processor("qwen3_vl"), max_length=70)},
+        "max_length of data_collator must be None or args.max_length, 128, got 70; leave it out",
+    ),
+    "unread limit": (
+        {"max_image_tokens": 8, "dataset_kwargs": {"skip_prepare_dataset": True}},
+        "max_image_tokens needs rows with images that this trainer packs; leave it or skip_prepare_dataset out",
+    ),
+    "limit of text": (
+        {"max_image_tokens": 8, "data": Dataset.from_list([{"messages": DATA[1]["messages"]}])},
+        "max_image_tokens needs rows with images",
+    ),
     "no length": ({"max_length": None}, "max_length is None, but packing needs it"),
     "short": ({"max_length": 8}, "example 0 of the train dataset has .* tokens, .* but max_length is 8"),
     "video": (
