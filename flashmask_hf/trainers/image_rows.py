@@ -310,7 +310,9 @@ def _pack(
     for index, length, tokens in zip(indices, lengths, images, strict=True):
         problem = f"example {index} of {name} has {length} tokens, {tokens} of them for images"
         way = "shrink its images, or remove it: dataset.filter(...)"
-        if not 0 < length <= max_length:
+        if not length:
+            raise ValueError(f"example {index} of {name} is empty; remove it: dataset.filter(...)")
+        if length > max_length:
             raise ValueError(f"{problem}, but max_length is {max_length}; raise it, {way}")
         if tokens > max_image_tokens:
             raise ValueError(f"{problem}, but max_image_tokens is {max_image_tokens}; raise it, {way}")

@@ -191,6 +191,11 @@ def test_an_example_that_cannot_be_read_is_named(case):
         ExampleLengths(collator_of())(example)
 
 
+def test_an_empty_example_raises():
+    with pytest.raises(ValueError, match=r"example 1 of the train dataset is empty; remove it: dataset\.filter"):
+        pack_examples(Dataset.from_dict({"text": ["w6", ""], "images": [[], []]}), collator_of(), 8)
+
+
 def test_text_that_names_a_video_is_text_where_it_is_no_token(monkeypatch):
     data = Dataset.from_dict({"text": ["w6", "w6 <video> w7"], "images": [[], []]})
     collator = collator_of()
