@@ -24,6 +24,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from trl import SFTConfig
 from trl.data_utils import prepare_multimodal_messages
 
+from flashmask_hf.collators.images import images_of
 from flashmask_hf.trainers import PackedSFTTrainer
 
 DEMO_CONFIG = common.CONFIGS / "vision_sft_demo.yaml"
@@ -58,8 +59,7 @@ def show(args: SFTConfig, examples: Sequence[dict[str, Any]]) -> None:
     right = 0
     for example in examples:
         turns = example["prompt"] + example["completion"] if "prompt" in example else example["messages"]
-        images = example["images"] if "images" in example else [example["image"]]
-        *prompt, expected = prepare_multimodal_messages(turns, images=images)
+        *prompt, expected = prepare_multimodal_messages(turns, images=images_of(example))
         inputs = processor.apply_chat_template(
             prompt, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
         ).to(model.device)

@@ -5,9 +5,12 @@ import sys
 
 import pytest
 from tools.recipes import launch, logged
+from tools.tiny import trainer_settings
 from transformers import AutoProcessor, LlavaConfig
+from trl import SFTConfig
 
 import vision_data  # isort: skip
+import vision_sft  # isort: skip
 
 
 @pytest.mark.full
@@ -37,6 +40,15 @@ def test_a_drawn_shape_has_its_colour():
         counts = dict(colour[::-1] for colour in picture.getcolors())
         assert counts.keys() == {(255, 255, 255), (224, 32, 32)}
         assert 0.15 < counts[224, 32, 32] / picture.size[0] ** 2 < 0.85
+
+
+def test_an_example_without_an_image_is_shown(tmp_path, capsys):
+    vision_data.build_model(tmp_path)
+    turns = [{"role": "user", "content": "What is the capital?"}, {"role": "assistant", "content": "Paris."}]
+    options = {"attn_implementation": "flashmask"}
+    args = SFTConfig(**trainer_settings(tmp_path), model_init_kwargs=options)
+    vision_sft.show(args, [{"image": None, "messages": turns}])
+    assert "Expected: Paris." in capsys.readouterr().out
 
 
 def test_the_demo_has_a_processor_for_its_model(tmp_path):
