@@ -281,7 +281,7 @@ class RowCollator:
         if tokens > limit:
             raise ValueError(
                 f"a batch of {len(rows)} rows of up to {self.max_length} tokens has {tokens}: the processor makes more "
-                "tokens than it announces. Lower max_length, or set dataset_kwargs={'skip_prepare_dataset': True}"
+                "tokens than it announces. Set dataset_kwargs={'skip_prepare_dataset': True}, and a row is one batch"
             )
         return batch
 
