@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -65,6 +66,8 @@ class ExampleLengths:
         limits = {name: getattr(image_processor, name, None) for name in ("min_pixels", "max_pixels") if name in known}
         self._pixels = {name: limit for name, limit in limits.items() if limit is not None}
         probes = _PROBES if hasattr(self._processor, "_get_num_multimodal_tokens") else ()
+        if probes and self._pixels:  # which older versions of transformers do not read at all
+            probes += ((math.isqrt(2 * max(self._pixels.values())),) * 2,)
         around = {self._processed(size) - self._estimated(size) for size in probes}
         self._around = around.pop() if len(around) == 1 else None
 
@@ -104,7 +107,7 @@ class ExampleLengths:
             contents = [turn.get("content") or () for turn in turns]
             parts = [part for content in contents for part in content if part["type"] == "image"]
             found = [part[key] for part in parts for key in ("image", "url", "path", "base64") if key in part]
-            template = self._collator.chat_template
+            template = getattr(self._collator, "chat_template", None)  # of TRL since 1.15
             return [self._processor.apply_chat_template(turns, chat_template=template, tokenize=False)], found
         text = example.get(self._collator.dataset_text_field)
         if text is not None:
