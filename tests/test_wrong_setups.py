@@ -3,11 +3,12 @@
 import functools
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, Features, IterableDataset, Json, List, Value
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
 from tools import model_zoo
@@ -603,17 +604,31 @@ def test_columns_of_images_video_and_audio_are_found_by_name(column, streamed):
             assert list(without_media(rows, "train")) == [{"text": "w5"}] * 2
 
 
+_TEXT, _IMAGE = [{"type": "text", "text": "w5"}], [{"type": "image", "text": None}]
+
+
 @pytest.mark.parametrize("streamed", [False, True], ids=["map", "streamed"])
-def test_an_image_is_found_in_the_last_of_many_rows(streamed):
-    parts = [[{"type": "text", "text": "w5"}]] * 101 + [[{"type": "image", "text": None}]]
-    for column, values in (
-        ("image", [None] * 101 + ["a"]),
-        ("messages", [[{"role": "user", "content": content}] for content in parts]),
-    ):
-        rows = Dataset.from_dict({column: values})
-        rows = rows.to_iterable_dataset() if streamed else rows
-        with pytest.raises(ValueError, match=f"example 101 of the train dataset has images, .* its column '{column}'"):
-            list(without_media(rows, "train"))
+@pytest.mark.parametrize("stored", ["column", "parts", "json"])
+def test_an_image_is_found_in_the_last_of_many_rows(streamed, stored):
+    column, first, last, kind = {
+        "column": ("image", None, "a", Value("string")),
+        "parts": ("messages", _TEXT, _IMAGE, List({"type": Value("string"), "text": Value("string")})),
+        "json": ("messages", _TEXT, _IMAGE, Json()),
+    }[stored]
+    values: list[Any] = [first] * 101 + [last]
+    if column == "messages":
+        values = [[{"role": "user", "content": content}] for content in values]
+        kind = List({"role": Value("string"), "content": kind})
+    rows = Dataset.from_dict({column: values}, features=Features({column: kind}))
+    rows = rows.to_iterable_dataset() if streamed else rows
+    with pytest.raises(ValueError, match=f"example 101 of the train dataset has images, .* its column '{column}'"):
+        list(without_media(rows, "train"))
+
+
+def test_columns_of_parts_may_be_hidden_by_a_format():
+    rows = Dataset.from_dict({"input_ids": [[1]], "messages": [[{"role": "user", "content": _TEXT}]]})
+    hidden = rows.with_format("torch", columns=["input_ids"])
+    assert without_media(hidden, "train")[0].keys() == {"input_ids"}
 
 
 WEIGHED = [{"role": "user", "content": "w5"}, {"role": "assistant", "content": "w6", "weight": 0}]

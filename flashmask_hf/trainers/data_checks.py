@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from accelerate.logging import get_logger
-from datasets import Dataset
+from datasets import Dataset, Features
 
 from flashmask_hf.collators.columns import all_have
 from flashmask_hf.collators.dataset import first_row
@@ -57,10 +58,28 @@ def has_images(dataset: Any) -> bool:
 def _undecoded(dataset: Dataset, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yield the rows of some columns of a dataset, whose images stay encoded; none of a dataset with a transform."""
     if columns and dataset.format["type"] != "custom":
-        chosen = dataset.select_columns([*columns])
-        features = chosen.to_iterable_dataset().decode(False).features
-        tables: Any = chosen.with_format("arrow").iter(batch_size=100)
+        chosen = dataset.with_format("arrow").select_columns([*dict.fromkeys(columns)])
+        features, tables = decoding(chosen.features, media=False), chosen.iter(batch_size=100)
         yield from (features.decode_example(row) for table in tables for row in table.to_pylist())
+
+
+def decoding(features: Features, *, media: bool = True, json: bool = True) -> Features:
+    """Return features of a dataset that decode its images, video and audio, and its JSON, or leave them as stored."""
+
+    def changed(feature: Any) -> Any:
+        if isinstance(feature, Mapping):
+            return {name: changed(inner) for name, inner in feature.items()}
+        if isinstance(feature, list):
+            return [changed(feature[0])]
+        if hasattr(feature, "feature"):
+            return replace(feature, feature=changed(feature.feature))
+        return replace(feature, decode=json if _is_json(feature) else media) if hasattr(feature, "decode") else feature
+
+    return Features(changed(features))
+
+
+def _is_json(feature: Any) -> bool:
+    return type(feature).__name__ == "Json"  # datasets before 4.7 have none
 
 
 def _columns_of_parts(dataset: Dataset) -> list[str]:
@@ -70,7 +89,7 @@ def _columns_of_parts(dataset: Dataset) -> list[str]:
         if isinstance(feature, Mapping):
             return "type" in feature or any(map(has_types, feature.values()))
         inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
-        return type(feature).__name__ == "Json" or (inner is not None and has_types(inner))
+        return _is_json(feature) or (inner is not None and has_types(inner))
 
     return [name for name, feature in dataset.features.items() if has_types(feature)]
 
@@ -87,19 +106,12 @@ def without_media(
 ) -> Any:
     """Return a dataset without its columns of images, video and audio, which must be empty.
 
-    A stream's rows are checked when read. A ValueError names a row with media, and the way out; `images` may stay.
+    A stream's rows are checked when read, messages if those of the first row have parts as content. A ValueError names
+    a row with media, and the way out; `images` may stay.
     """
     first = first_row(dataset, f"the {name} dataset")
     media = _MEDIA[len(IMAGES) :] if images else _MEDIA
-    packs = "text and images" if images else "text"
-
-    def check(row: Mapping[str, Any], index: int) -> dict[str, Any]:
-        for column, value in row.items():
-            if (column in media and _has_value(value)) or _has_media_in_messages(value, media):
-                where = f"example {index} of the {name} dataset has images, video or audio in its column {column!r}"
-                raise ValueError(f"{where}, but this trainer packs {packs}; {way}")
-        return {}
-
+    check = partial(_refuse_media, media=media, name=name, packs="text and images" if images else "text", way=way)
     check(first, 0)
     columns = [column for column in media if column in first]
     if isinstance(dataset, Dataset):
@@ -108,9 +120,20 @@ def without_media(
         for index, row in enumerate(_undecoded(dataset, [*columns, *_columns_of_parts(dataset)])):
             check(row, index)
         return dataset.remove_columns(columns) if columns else dataset
-    if columns or any(map(_contents, first.values())):
+    if columns or (not images and any(map(_contents, first.values()))):  # `map` would decode images
         return dataset.map(check, with_indices=True, remove_columns=columns)
     return dataset
+
+
+def _refuse_media(
+    row: Mapping[str, Any], index: int, *, media: Sequence[str], name: str, packs: str, way: str
+) -> dict[str, Any]:
+    """Raise a ValueError if a row has some of the media in their columns or in messages."""
+    for column, value in row.items():
+        if (column in media and _has_value(value)) or _has_media_in_messages(value, media):
+            where = f"example {index} of the {name} dataset has images, video or audio in its column {column!r}"
+            raise ValueError(f"{where}, but this trainer packs {packs}; {way}")
+    return {}
 
 
 def _has_value(value: Any) -> bool:

@@ -27,7 +27,7 @@ from flashmask_hf.trainers.context_parallel import context_parallel_size, pad_fo
 from flashmask_hf.trainers.even_batches import EvenBatchesMixin
 from flashmask_hf.trainers.formats import preference_columns
 from flashmask_hf.trainers.images import VisionPreferences, prepare_models
-from flashmask_hf.trainers.loading import flashmask_policy, run_packed_models
+from flashmask_hf.trainers.loading import config_of, flashmask_policy, run_packed_models
 from flashmask_hf.trainers.metrics import log_sharing
 from flashmask_hf.trainers.pair_weights import PairWeightsMixin, check_pair_weights
 from flashmask_hf.trainers.resume import ResumeMixin
@@ -123,6 +123,7 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, PairWeightsMixin, 
             raise TypeError(f"ref_model must be a model, got the name {ref_model!r}; leave it out, or load it")
         reads_images = not isinstance(processing_class, PreTrainedTokenizerBase)
         images = reads_images and train_dataset is not None and data_checks.has_images(train_dataset)
+        images = images and hasattr(config_of(model, args), "vision_config")
         way = "pass a processor as processing_class and a training dataset with images, or remove the column"
         as_text = functools.partial(data_checks.without_media, images=images, way=way)
         datasets = data_checks.each_dataset(as_text, train_dataset, eval_dataset)

@@ -11,6 +11,7 @@ from io import BytesIO
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import transformers
 from datasets import Dataset, IterableDataset
 from datasets import Image as ImageFeature
@@ -23,7 +24,7 @@ from flashmask_hf.collators.bins import best_fit_decreasing
 from flashmask_hf.collators.dataset import EXAMPLE, refuse_transform, whole
 from flashmask_hf.collators.images import images_of, media_tokens
 from flashmask_hf.collators.packing import as_count
-from flashmask_hf.trainers.data_checks import IMAGES
+from flashmask_hf.trainers.data_checks import IMAGES, decoding
 
 EXAMPLES = "examples"
 """Column of a packed row with its raw examples, for `DataCollatorForPackedVisionLanguageModeling`."""
@@ -80,7 +81,7 @@ class ExampleLengths:
             is_alone = len(images) == 1 or not self._needs_images
             counts = [self._count(*_size_of(image), is_alone) for image in images]
         except Exception as error:
-            raise ValueError(f"{name} cannot be read ({type(error).__name__}: {error}); {way}") from error
+            raise ValueError(f"{name} cannot be read ({type(error).__name__}: {error!s:.120}); {way}") from error
         for kind, (mark, _) in self._media.items():
             if any(mark in text for text in texts):
                 raise ValueError(f"{name} has {kind} ({mark}), which TRL's collator does not read; remove it")
@@ -166,8 +167,8 @@ def _size_of(image: Any) -> tuple[int, int]:
         return get_image_size(image)
     with Image.open(file) as opened:  # reads the header only
         size = opened.height, opened.width
-        if opened.format == "TIFF":
-            return size  # Pillow turns it
+        if opened.format == "TIFF" and opened.width != opened.tag_v2[256]:
+            return size  # newer versions of Pillow have turned it
         exif = Image.Image.getexif(opened)  # a PNG file's own method decodes it
         return size[::-1] if exif.get(ExifTags.Base.Orientation, 1) > 4 else size
 
@@ -179,10 +180,11 @@ def _state_of_files(dataset: Dataset) -> str:
         for values in dataset.data.column(column).chunks:
             while hasattr(values, "values"):
                 values = values.values  # of lists, without a copy of bytes
-            if values.type == ImageFeature.pa_type:
-                values = values.filter(values.field("bytes").is_null()).field("path")
-            if pa.types.is_string(values.type):
-                paths |= {path.split("::")[-1] for path in values.to_pylist() if path}
+            if pa.types.is_struct(values.type) and {x.name for x in values.type} >= {"bytes", "path"}:
+                values = pc.struct_field(values.filter(pc.is_null(pc.struct_field(values, "bytes"))), "path")
+            if pa.types.is_string(values.type) or pa.types.is_large_string(values.type):
+                short = values.filter(pc.less(pc.binary_length(values), 4096))  # others are images in base64
+                paths |= {path.split("::")[-1] for path in short.to_pylist()}
     states = [os.stat(path) for path in sorted(paths) if os.path.isfile(path)]
     return Hasher.hash([(state.st_size, state.st_mtime_ns) for state in states])
 
@@ -220,7 +222,7 @@ def pack_examples(
     limits = {"max_length": max_length, "max_image_tokens": limit, "name": f"the {name} dataset"}
     if isinstance(dataset, IterableDataset):
         features = dataset.features
-        stream = dataset.decode(False) if features else dataset
+        stream = dataset.decode(False).cast(decoding(features, media=False)) if features else dataset
         packed = (
             stream.map(whole)
             .select_columns([EXAMPLE])
@@ -232,8 +234,7 @@ def pack_examples(
                 remove_columns=[EXAMPLE],
             )
         )
-        return packed.map(_decoded, fn_kwargs={"features": features}) if features else packed
-    features = dataset.to_iterable_dataset().decode(False).features
+        return packed.map(_decoded, fn_kwargs={"features": decoding(features, json=False)}) if features else packed
     with global_then_local_main_first():  # others read the cache
         measured = dataset.with_format("arrow").map(
             lengths_of.of_table,
@@ -241,7 +242,7 @@ def pack_examples(
             with_indices=True,
             batch_size=100,
             fn_kwargs={
-                "features": features,
+                "features": decoding(dataset.features, media=False),
                 "name": limits["name"],
                 "version": f"2, transformers {transformers.__version__}, files {_state_of_files(dataset)}",
             },

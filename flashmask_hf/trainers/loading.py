@@ -8,10 +8,19 @@ from typing import Any
 from unittest import mock
 
 import torch
+from transformers import AutoConfig
 
 from flashmask_hf.hf.models import unwrap_peft
 from flashmask_hf.hf.packed.rows import run_packed
 from flashmask_hf.names import FLASHMASK
+
+
+def config_of(model: Any, args: Any) -> Any:
+    """Return the config of a model or its name, as TRL will load it."""
+    if hasattr(model, "config"):
+        return model.config
+    options = {"trust_remote_code": args.trust_remote_code} | (args.model_init_kwargs or {})
+    return AutoConfig.from_pretrained(model, **options)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,6 @@ import torch
 from accelerate import PartialState
 from datasets import Dataset, IterableDataset
 from torch import Tensor
-from transformers import AutoConfig
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 from trl.trainer.utils import global_then_local_main_first
@@ -26,7 +25,7 @@ from flashmask_hf.trainers.context_parallel import ContextParallelMixin, check_c
 from flashmask_hf.trainers.data_checks import check_prepared, each_dataset, without_media
 from flashmask_hf.trainers.even_batches import EvenBatchesMixin
 from flashmask_hf.trainers.image_rows import EXAMPLES
-from flashmask_hf.trainers.loading import correct_gathers, flashmask_policy
+from flashmask_hf.trainers.loading import config_of, correct_gathers, flashmask_policy
 from flashmask_hf.trainers.metrics import log_sparsity
 from flashmask_hf.trainers.option_checks import checked_collator, prepared_arguments
 from flashmask_hf.trainers.resume import ResumeMixin
@@ -134,7 +133,7 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
         parts = check_context_parallel(args, kwargs, trl_packs=trl_packs)
         if args.packing and args.packing_strategy == "wrapped":
             raise ValueError("packing_strategy='wrapped' does not record where documents begin; choose 'bfd'")
-        config = _config(model, args)
+        config = config_of(model, args)
         self._packs_images = packs_images(train_dataset, config)
         as_text = functools.partial(without_media, images=self._packs_images)
         datasets = each_dataset(as_text, train_dataset, eval_dataset)
@@ -309,7 +308,8 @@ class PackedSFTTrainer(ImagesMixin, ResumeMixin, EvenBatchesMixin, ContextParall
             self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
             self._sums, self._last_log = 0, time.perf_counter()
         counted = self._metrics["train" if self.model.training else "eval"]
-        if counted.get("num_tokens") and any(name.endswith("_runtime") for name in logs):  # which every rank writes
+        of_all_ranks = any(name.endswith("_runtime") and name.startswith(("train", "eval")) for name in logs)
+        if of_all_ranks and counted.get("num_tokens"):
             counted["num_tokens"] = [self._count_tokens()]
         super().log(logs, start_time)
 
@@ -339,14 +339,6 @@ def _trl_packs(args: SFTConfig) -> bool:
 def _prepares_rows(args: Any) -> bool:
     """Return whether the trainer tokenizes and packs datasets."""
     return not (args.dataset_kwargs or {}).get("skip_prepare_dataset")
-
-
-def _config(model: Any, args: SFTConfig) -> Any:
-    """Return the config of a model or its name."""
-    if hasattr(model, "config"):
-        return model.config
-    options = {"trust_remote_code": args.trust_remote_code} | (args.model_init_kwargs or {})  # as TRL will load it
-    return AutoConfig.from_pretrained(model, **options)
 
 
 def _tokens_and_keys(indices: Tensor) -> Tensor:

@@ -52,8 +52,8 @@ def test_training_is_that_of_one_process(found, size, name):
     want, got = result(found, 1, name), result(found, size, name)
     assert (want["sharded"], got["sharded"]) == ("Parameter", "DTensor")
     bound = rounding(STEP)
-    for key in LOGGED:
-        assert got[key] == pytest.approx(want[key], rel=bound) or key == "tokens_per_second", key
+    for key in {*LOGGED} - {"tokens_per_second"}:
+        assert got[key] == pytest.approx(want[key], rel=bound), key
     assert got["num_tokens"][-1] == got["num_input_tokens_seen"][-1]
     steps = {"full": 4, "adapter": 3}.get(name, 2)
     assert len(got["loss"]) == {"adapter": 1}.get(name, steps)

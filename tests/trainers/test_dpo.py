@@ -456,7 +456,9 @@ class Second(EvenBatchesMixin, pair_weights.PairWeightsMixin, Stock):
 
     _copies, _counts_rows, _metrics = 1, True, {"eval": {}}
     args = types.SimpleNamespace(logging_nan_inf_filter=True, loss_type=["sigmoid"])
-    accelerator = types.SimpleNamespace(device="cpu", num_processes=1, process_index=1, gather=lambda x: x)
+    accelerator = types.SimpleNamespace(
+        device="cpu", num_processes=1, process_index=1, gather=lambda x: x, is_fsdp2=False
+    )
 
 
 def test_a_rank_without_a_batch_adds_nothing_to_the_loss_of_an_evaluation():

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Trainer, Training
 from trl import SFTConfig, SFTTrainer
 
 from flashmask_hf.collators import DataCollatorForPackedLanguageModeling, pack_dataset
-from flashmask_hf.trainers import PackedSFTTrainer
+from flashmask_hf.trainers import PackedSFTTrainer, loading
 from flashmask_hf.trainers import sft as sft_trainer
 from flashmask_hf.trainers.resume import ResumeMixin
 from flashmask_hf.trainers.sft_data import packing_report
@@ -399,17 +399,17 @@ def test_completions_that_nothing_tells_are_refused(tmp_path, model, columns):
 
 def test_code_of_a_model_is_trusted_by_either_option(tmp_path, model, monkeypatch):
     seen = []
-    load = sft_trainer.AutoConfig.from_pretrained
+    load = loading.AutoConfig.from_pretrained
 
     def watched(*args, **kwargs):
         seen.append(kwargs["trust_remote_code"])
         return load(*args, **kwargs)
 
-    monkeypatch.setattr(sft_trainer.AutoConfig, "from_pretrained", watched)
+    monkeypatch.setattr(loading.AutoConfig, "from_pretrained", watched)
     for option, init, expected in ((False, {"trust_remote_code": True}, True), (True, {}, True), (False, {}, False)):
         args = SFTConfig(**trainer_settings(tmp_path), trust_remote_code=option, model_init_kwargs=init)
         seen.clear()
-        sft_trainer._config(model, args)
+        loading.config_of(model, args)
         assert seen == [expected]
 
 

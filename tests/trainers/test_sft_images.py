@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import ParallelismConfig
-from datasets import Dataset, Image, List, concatenate_datasets
+from datasets import Dataset, Features, Image, Json, List, Value, concatenate_datasets
 from peft import LoraConfig
 from tools.aligned_images import Gradients
 from tools.processes import result, run_cases
@@ -19,7 +19,7 @@ from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from flashmask_hf.collators import DataCollatorForPackedVisionLanguageModeling, RopeIndex
-from flashmask_hf.trainers import LongRows, PackedSFTTrainer
+from flashmask_hf.trainers import LongRows, PackedSFTTrainer, image_rows
 from flashmask_hf.trainers.image_rows import RowCollator
 from flashmask_hf.trainers.towers import run_tower_in_every_call
 
@@ -215,6 +215,20 @@ def test_images_inside_of_messages_are_read(tmp_path):
 
     path = str(tmp_path / "a.png")
     assert loss_of({"type": "image", "image": path}, []) == loss_of({"type": "image"}, [path])
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["map", "streamed"])
+def test_contents_stored_as_json_are_read_and_images_stay_encoded(tmp_path, monkeypatch, streamed):
+    measured, size_of = set(), image_rows._size_of
+    monkeypatch.setattr(image_rows, "_size_of", lambda image: measured.add(type(image)) or size_of(image))
+    data = DATA.select(range(3))
+    features = Features({**data.features, "messages": List({"role": Value("string"), "content": Json()})})
+    losses = []
+    for own in (data, Dataset.from_list(list(data), features)):
+        own = own.to_iterable_dataset() if streamed else own
+        losses.append(trained(tmp_path, data=own, max_length=320)[1][0]["loss"])
+    assert losses[0] == losses[1]
+    assert measured == {dict}
 
 
 WRONG: dict[str, Any] = {
