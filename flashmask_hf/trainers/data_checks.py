@@ -42,7 +42,8 @@ def named_datasets(train_dataset: Any, eval_dataset: Any) -> list[tuple[str, Any
 def has_images(dataset: Any) -> bool:
     """Return whether a dataset has images, in a column of images or in the messages beside one.
 
-    Of a dataset with a transform the first row tells; a stream counts if its first row has the column, even empty.
+    Of a dataset with a transform only the first row is read. A stream has images if its first row has the column, even
+    empty.
     """
     first = first_row(dataset, "the train dataset")
     columns = [column for column in IMAGES if column in first]
@@ -106,8 +107,8 @@ def without_media(
 ) -> Any:
     """Return a dataset without its columns of images, video and audio, which must be empty.
 
-    A stream's rows are checked when read, messages if those of the first row have parts as content. A ValueError names
-    a row with media, and the way out; `images` may stay.
+    A stream's rows are checked when read, but its messages only if the first row has messages with a list of parts. A
+    ValueError names a row with media, and the way out; `images` may stay.
     """
     first = first_row(dataset, f"the {name} dataset")
     media = _MEDIA[len(IMAGES) :] if images else _MEDIA
