@@ -11,7 +11,7 @@ from datasets import Dataset
 from tools.aligned_images import CASES, make, rows
 from tools.processes import result, run_cases
 from tools.support import rounding
-from tools.tiny import EXACT, FLOAT32, TRAINER_WARNINGS, assert_same_gradients
+from tools.tiny import EXACT, FLOAT32, FUSED_HEAD, TRAINER_WARNINGS, assert_same_gradients
 from tools.vision import tiny_processor
 
 from flashmask_hf.collators import DataCollatorForSharedQuestion
@@ -200,6 +200,7 @@ def test_wrong_preferences_with_images_raise_at_construction(streamed, tmp_path)
             make("llava", own.to_iterable_dataset() if streamed else own, tmp_path, True, algorithm="dpo", **loss)
 
 
+@FUSED_HEAD
 def test_wrong_weights_raise_at_construction(tmp_path):
     for weight, problem in ((None, "has no weight, but example 0"), (-1.0, "must be at least 0, got -1; swap")):
         data = rows(*SEVERAL, answers=True).add_column("weight", [1.0, weight, 2.0, 1.0])

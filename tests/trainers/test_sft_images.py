@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import ParallelismConfig
+from accelerate.utils import compare_versions
 from datasets import Dataset, Features, Image, Json, List, Value, concatenate_datasets
 from peft import LoraConfig
 from tools.aligned_images import Gradients
@@ -202,6 +203,7 @@ def test_your_collator_gets_what_it_lacks_of_model_and_arguments(tmp_path):
     assert trainer_of(tmp_path, data_collator=given).data_collator.collator.collator is alone
 
 
+@pytest.mark.skipif(compare_versions("trl", "<", "1.15"), reason="TRL 1.14 reads no images inside of messages")
 def test_images_inside_of_messages_are_read(tmp_path):
     """Of a later row, beside a column of images that is empty throughout; TRL takes the column for images."""
     picture(2, 4).save(tmp_path / "a.png")
