@@ -8,10 +8,10 @@ from functools import partial
 from typing import Any
 
 from accelerate.logging import get_logger
-from datasets import Dataset, Features
+from datasets import Dataset, Features, IterableDataset
 
 from flashmask_hf.collators.columns import all_have
-from flashmask_hf.collators.dataset import first_row
+from flashmask_hf.collators.dataset import first_row, unformatted
 from flashmask_hf.collators.preference import read_number
 from flashmask_hf.trainers.formats import preference_columns
 
@@ -121,8 +121,9 @@ def without_media(
         for index, row in enumerate(_undecoded(dataset, [*columns, *_columns_of_parts(dataset)])):
             check(row, index)
         return dataset.remove_columns(columns) if columns else dataset
-    if columns or (not images and any(map(_contents, first.values()))):  # `map` would decode images
-        return dataset.map(check, with_indices=True, remove_columns=columns)
+    has_parts = isinstance(dataset, IterableDataset) and any(map(_contents, first.values()))
+    if columns or (has_parts and not images):  # `map` would decode images
+        return unformatted(dataset).map(check, with_indices=True, remove_columns=columns)
     return dataset
 
 
