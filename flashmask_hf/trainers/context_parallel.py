@@ -115,7 +115,7 @@ class ContextParallelMixin:
         refuse(
             getattr(self, "aux_loss_enabled", False),
             "the auxiliary loss of a mixture of experts would be computed per shard; set router_aux_loss_coef=0 in the "
-            "trainer's arguments, before TRL 1.16 in the model's config with output_router_logits=False",
+            "trainer's arguments",
         )
         self.accelerator._prepare_cp = lambda *prepared: prepared  # its hooks drop masks, and refuse windows
 

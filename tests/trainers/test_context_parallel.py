@@ -213,7 +213,7 @@ def with_rope(parameters: dict[str, Any]) -> Any:
             {"model": lambda: with_rope({"sliding_attention": {"rope_type": "default"}, "full_attention": LONGROPE})},
             "rope_type='longrope' depends",
         ),
-        ({"model": moe}, "the auxiliary loss of a mixture of experts"),
+        ({"model": moe}, "the auxiliary loss of a mixture of experts .* router_aux_loss_coef=0 in the trainer's arg"),
         (
             {"args": {"parallelism_config": ParallelismConfig(sp_size=2)}},
             "sp_size > 1: accelerate's .* use cp_size",
