@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from accelerate.logging import get_logger
-from datasets import Dataset, Features, IterableDataset
+from datasets import Dataset, Features, IterableDataset, Json
 
 from flashmask_hf.collators.columns import all_have
 from flashmask_hf.collators.dataset import first_row, unformatted
@@ -70,17 +70,13 @@ def decoding(features: Features, *, media: bool = True, json: bool = True) -> Fe
     def changed(feature: Any) -> Any:
         if isinstance(feature, Mapping):
             return {name: changed(inner) for name, inner in feature.items()}
-        if isinstance(feature, list):
-            return [changed(feature[0])]
         if hasattr(feature, "feature"):
             return replace(feature, feature=changed(feature.feature))
-        return replace(feature, decode=json if _is_json(feature) else media) if hasattr(feature, "decode") else feature
+        if hasattr(feature, "decode"):
+            return replace(feature, decode=json if isinstance(feature, Json) else media)
+        return feature
 
     return Features(changed(features))
-
-
-def _is_json(feature: Any) -> bool:
-    return type(feature).__name__ == "Json"  # datasets before 4.7 have none
 
 
 def _columns_of_parts(dataset: Dataset) -> list[str]:
@@ -89,8 +85,7 @@ def _columns_of_parts(dataset: Dataset) -> list[str]:
     def has_types(feature: Any) -> bool:
         if isinstance(feature, Mapping):
             return "type" in feature or any(map(has_types, feature.values()))
-        inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
-        return _is_json(feature) or (inner is not None and has_types(inner))
+        return isinstance(feature, Json) or (hasattr(feature, "feature") and has_types(feature.feature))
 
     return [name for name, feature in dataset.features.items() if has_types(feature)]
 
