@@ -223,13 +223,23 @@ def test_images_inside_of_messages_are_read(tmp_path):
 def test_contents_stored_as_json_are_read_and_images_stay_encoded(tmp_path, monkeypatch, streamed):
     measured, size_of = set(), image_rows._size_of
     monkeypatch.setattr(image_rows, "_size_of", lambda image: measured.add(type(image)) or size_of(image))
-    data = DATA.select(range(3))
+    found, lengths_of = [], image_rows.ExampleLengths.__call__
+
+    def watched(lengths: Any, *args: Any) -> tuple[int, int]:
+        found.append(lengths_of(lengths, *args))
+        return found[-1]
+
+    monkeypatch.setattr(image_rows.ExampleLengths, "__call__", watched)
+    for row in (rows := list(DATA.select(range(3)))):
+        row["messages"][0]["content"].append({"type": "text", "text": "w6"})  # JSON joins it to the part before
+    data = Dataset.from_list(rows, DATA.features)
     features = Features({**data.features, "messages": List({"role": Value("string"), "content": Json()})})
     losses = []
-    for own in (data, Dataset.from_list(list(data), features)):
+    for own in (data, Dataset.from_list(rows, features)):
         own = own.to_iterable_dataset() if streamed else own
         losses.append(trained(tmp_path, data=own, max_length=320)[1][0]["loss"])
     assert losses[0] == losses[1]
+    assert found[:3] == found[3:]
     assert measured == {dict}
 
 
